@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatshift.finetune.parallel.mesh import AXES, ProcessMesh
@@ -114,7 +115,5 @@ def _group(given: Any) -> dist.ProcessGroup:
                 return dist.ProcessGroup.unbox(item)
             except RuntimeError:  # a reduction's kind
                 continue
-    from torch.distributed import distributed_c10d
-
     name: Any = next(item for item in given if isinstance(item, str) and item not in _REDUCTIONS)
     return distributed_c10d._resolve_process_group(name)

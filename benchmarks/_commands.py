@@ -13,11 +13,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks._harness import ROOT
+from benchmarks._harness import ROOT, Benchmark
 from flatshift.finetune.run_directory import read_metrics
 
 WAIT_S = 600.0
 """No command of these takes longer."""
+QUICK = "--train.max_cut 1 --train.threads 1 --train.device cpu --train.precision fp32 --eval.bootstrap 10"
+"""Flags of runs that are only there to be watched."""
 
 
 def flags(settings: Mapping[str, Any]) -> list[str]:
@@ -25,20 +27,22 @@ def flags(settings: Mapping[str, Any]) -> list[str]:
     return [text for key, value in settings.items() for text in (f"--{key}", str(value))]
 
 
-def train_words(out: Path, settings: Mapping[str, Any]) -> list[str]:
+def train_words(out: Path, settings: str) -> list[str]:
     """Words of `flatshift` for the run into `out`, or for its continuation where `out` is a run already."""
     if (out / "recipe.resolved.yaml").exists():
         return ["train", "--resume", str(out)]
-    return ["train", "language-model", "--out", str(out), *flags(settings)]
+    return ["train", "language-model", "--out", str(out), *settings.split()]
 
 
-def start(*words: str, code: str | None = None, **options: Any) -> subprocess.Popen[str]:
+def start(
+    *words: str, code: str | None = None, environment: Mapping[str, str] | None = None, **options: Any
+) -> subprocess.Popen[str]:
     """Begin `flatshift WORDS`, or Python's `code`, on one thread; stderr is piped. options: of `Popen`."""
     program = ["-m", "flatshift", *words] if code is None else ["-c", code]
     return subprocess.Popen(
         [sys.executable, *program],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(environment or {})},
         stdout=subprocess.DEVNULL,
         text=True,
         **{"stderr": subprocess.PIPE, **options},
@@ -97,3 +101,25 @@ def curve(out: Path) -> str:
     """All losses by split and step, the last attempt of each."""
     lines = read_metrics(out / "metrics.jsonl")
     return json.dumps(sorted((line["split"], line["step"], line["loss"]) for line in lines))
+
+
+class Outcomes:
+    """Runs that were killed and resumed, beside one that nothing happened to."""
+
+    def __init__(self, whole: Path) -> None:
+        self.whole = whole
+        self.runs = self.same = self.curves = self.leftovers = 0
+
+    def add(self, out: Path, words: str) -> None:
+        """A run that came to its end."""
+        equal = adapter(out) == adapter(self.whole)
+        self.runs, self.same = self.runs + 1, self.same + equal
+        self.curves += curve(out) == curve(self.whole)
+        self.leftovers += len(list(out.rglob(".*.tmp")))
+        print(f"  {words}: {'same bits' if equal else 'OTHER BITS'}", flush=True)
+
+    def rows(self, bench: Benchmark, what: str, unit: str) -> None:
+        """Adapters, loss curves and leftovers."""
+        bench.row(what, unit, ours=self.same, exactly=self.runs)
+        bench.row("of these, runs whose whole loss curve is the same", unit, ours=self.curves, exactly=self.runs)
+        bench.row("temporary files left in finished runs", "files", ours=self.leftovers, exactly=0)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor
 
 from flatshift.finetune.config import Adapter, Evaluate, Mesh, Optimizer, Train
@@ -67,7 +68,7 @@ _ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "roberta": ("RobertaModel", "RobertaConfig", {**_SIZES, **_IDS, **_DRY, "initializer_range": 0.06}),
 }  # fmt: skip
 _ENCODERS = ("bert", "roberta")
-ROUTED = ("gpt_oss", "minimax", "mixtral", "qwen2_moe", "qwen3_moe")
+_ROUTED = ("gpt_oss", "minimax", "mixtral", "qwen2_moe", "qwen3_moe")
 """Mixtures of experts, of which a mesh adapts the attention."""
 _FAMILY = {
     **{**_SIZES, **_IDS, **_SPREAD, **_GROUPED, "num_hidden_layers": 4, "vocab_size": VOCABULARY + 1},
@@ -177,8 +178,6 @@ class Course:
 
 def write_backbone(model: str, directory: Path) -> None:
     """A random backbone whose weights are a pure function of its name, with matrices large enough to matter."""
-    import transformers
-
     kind, _, variant = model.partition(", ")
     if kind in _ARCHITECTURES:
         model_class, config_class, settings = _ARCHITECTURES[kind]
@@ -248,7 +247,7 @@ def write_start(model: str, backbone: Path, directory: Path) -> None:
 
 def _engine(subject: Subject, layout: Layout, mesh: Mesh, world: ProcessMesh, backbone: Path) -> Engine:
     task, train = subject.task(packed=layout.packed), layout.train()
-    adapter = replace(ADAPTER, targets=("q_proj", "v_proj", "o_proj")) if subject.model.startswith(ROUTED) else ADAPTER
+    adapter = replace(ADAPTER, targets=("q_proj", "v_proj", "o_proj")) if subject.model.startswith(_ROUTED) else ADAPTER
     check_settings(RuleSettings(mesh, train, adapter, task))
     engine = build_engine(
         str(backbone),
@@ -276,40 +275,15 @@ def run(
         folder: a new run directory that all ranks see.
         worlds: this rank's place in a mesh that spans all ranks.
     """
-    course = Course()
+    course, task = Course(), subject.task(packed=layout.packed)
     meshes = (layout.mesh, *layout.others)
     for number, mesh in enumerate(meshes):
         stop = None if number + 1 == len(meshes) else (number + 1) * layout.stop
         world = ProcessMesh.alone() if mesh.size == 1 else worlds(mesh)
         if world.size > 1 or not dist.is_initialized() or dist.get_rank() == 0:
-            begins = number == 0
-            _stage(subject, layout, mesh, world, course, backbone=backbone, folder=folder, begins=begins, stop=stop)
-        if dist.is_initialized():
-            dist.barrier()
-    return course
-
-
-def _stage(
-    subject: Subject,
-    layout: Layout,
-    mesh: Mesh,
-    world: ProcessMesh,
-    course: Course,
-    *,
-    backbone: Path,
-    folder: Path,
-    begins: bool,
-    stop: int | None,
-) -> None:
-    """The stage from where `folder` has it, until update `stop` or its end."""
-    task = subject.task(packed=layout.packed)
-    engine = _engine(subject, layout, mesh, world, backbone)
-    before = frozen_bytes(engine)
-    with _watched(engine, course) if begins else contextlib.nullcontext(), contextlib.suppress(Interrupted):
-        Trainer(
-            engine,
-            SimpleNamespace(pad_token_id=0),  # type: ignore[arg-type]
-            TrainingStage(
+            engine = _engine(subject, layout, mesh, world, backbone)
+            before = frozen_bytes(engine)
+            stage = TrainingStage(
                 name="fine-tune",
                 task=task,
                 batches=batches(subject, layout, share=engine.share, multiple=engine.multiple),
@@ -321,11 +295,16 @@ def _stage(
                 run=RunDirectory(folder, writes=world.is_main),
                 seed=SEED,
                 on_step=course.add,
-                stop=lambda: len(course.losses) == stop,
-            ),
-        ).fit()
-    engine.reshard()
-    course.untouched = course.untouched and frozen_bytes(engine) == before
+                stop=lambda stop=stop: len(course.losses) == stop,
+            )
+            watch = contextlib.nullcontext() if number else _watched(engine, course)
+            with watch, contextlib.suppress(Interrupted):
+                Trainer(engine, SimpleNamespace(pad_token_id=0), stage).fit()  # type: ignore[arg-type]
+            engine.reshard()
+            course.untouched = course.untouched and frozen_bytes(engine) == before
+        if dist.is_initialized():
+            dist.barrier()
+    return course
 
 
 def regularizer(subject: Subject) -> Regularizer:

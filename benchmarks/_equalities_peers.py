@@ -15,23 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
+from peft import PeftConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from benchmarks._equalities import (
-    ALONE,
-    BATCH,
-    LABELS,
-    OPTIMIZER,
-    ROW,
-    SEED,
-    STEPS,
-    Course,
-    Subject,
-    batches,
-    examples,
-    regularizer,
-)
+from benchmarks import _equalities as own
+from benchmarks._equalities import ALONE, OPTIMIZER, SEED, STEPS, Course, Subject, batches, examples, regularizer
 from flatshift.finetune.models.backbone import quiet_transformers
 from flatshift.finetune.models.checkpoint import canonical_name
 from flatshift.finetune.seeds import derive_seed
@@ -45,42 +36,33 @@ class Native:
     sizes: dict[str, int]
     plans: dict[str, dict[str, str] | None]
     """The models that it can train, with a plan where they have none of their own."""
-    reasons: dict[str, str]
+    reason: str
     """Why it cannot train the others."""
 
     def refuses(self, subject: Subject) -> str | None:
         """Why it cannot train `subject`; None if it can."""
         if subject.regularizer != "plain":
             return "GGPO does not know transformers' layouts"
-        return self.reasons.get(subject.model)
+        return None if subject.model in self.plans else self.reason
 
 
+_BLOCKS = "free_full_weight"
+_PLANS: dict[str, dict[str, str] | None] = {
+    "llama": None,
+    "qwen3": None,
+    "gpt2": {"transformer.h.*": _BLOCKS},
+    "t5": {"encoder.block.*": _BLOCKS, "decoder.block.*": _BLOCKS},
+}
+_NO_HEAD = "PEFT cannot copy a head that transformers has already sharded"
 _NO_PLAN = "transformers has no tensor-parallel plan for it"
 NATIVE = (
-    Native(
-        "transformers' DistributedConfig, fsdp 2",
-        {"fsdp_size": 2},
-        {
-            "llama": None,
-            "qwen3": None,
-            "gpt2": {"transformer.h.*": "free_full_weight"},
-            "t5": {"encoder.block.*": "free_full_weight", "decoder.block.*": "free_full_weight"},
-        },
-        {"bert": "PEFT cannot copy a head that transformers has already sharded"},
-    ),
-    Native(
-        "transformers' DistributedConfig, tp 2",
-        {"tp_size": 2},
-        {"llama": None, "qwen3": None},
-        dict.fromkeys(("gpt2", "t5", "bert"), _NO_PLAN),
-    ),
+    Native("transformers' DistributedConfig, fsdp 2", {"fsdp_size": 2}, _PLANS, _NO_HEAD),
+    Native("transformers' DistributedConfig, tp 2", {"tp_size": 2}, {"llama": None, "qwen3": None}, _NO_PLAN),
 )
 
 
 def plainly(subject: Subject, *, backbone: Path, adapter: Path) -> Course:
     """One process: a loop over padded rows, cross entropy of whole logits, `torch.optim.AdamW`."""
-    from peft import PeftModel
-
     model = PeftModel.from_pretrained(_auto(subject.model, backbone), adapter, is_trainable=True)
     noise = regularizer(subject).attach(model, seed=derive_seed(SEED, "regularizer"), total_steps=STEPS)
     course = _loop(model, subject, noise=noise)
@@ -90,8 +72,6 @@ def plainly(subject: Subject, *, backbone: Path, adapter: Path) -> Course:
 
 def natively(subject: Subject, native: Native, *, backbone: Path, adapter: Path) -> Course:
     """transformers' sharding over all ranks; whole gradients are known on all of them."""
-    from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
-    from safetensors.torch import load_file
     from transformers.distributed import DistributedConfig
 
     config = DistributedConfig(**native.sizes, fsdp_plan=native.plans[subject.model])  # type: ignore[arg-type]
@@ -107,11 +87,9 @@ def natively(subject: Subject, native: Native, *, backbone: Path, adapter: Path)
 
 
 def _auto(model: str, backbone: Path, **options: Any) -> Any:
-    import transformers
-
     kind = {"bert": "SequenceClassification", "t5": "Seq2SeqLM"}.get(model, "CausalLM")
     if model == "bert":
-        options["num_labels"] = len(LABELS)
+        options["num_labels"] = len(own.LABELS)
     auto: Any = getattr(transformers, f"AutoModelFor{kind}")
     with quiet_transformers(), torch.random.fork_rng(devices=[]):
         return auto.from_pretrained(backbone, dtype=torch.float32, **options)
@@ -143,7 +121,7 @@ def _loop(model: Any, subject: Subject, *, noise: Any = None, data_ranks: int = 
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda t: (t + 1) / (rise + 1) if t < rise else 1 - (t - rise) / (STEPS - rise)
     )
-    mine = BATCH // data_ranks
+    mine = own.BATCH // data_ranks
     first = mine * dist.get_rank() if data_ranks > 1 else 0
     order, course = batches(subject, ALONE), Course()
     for step in range(STEPS):
@@ -187,7 +165,7 @@ def _loss(model: Any, kind: str, rows: list[int]) -> Tensor:
     chosen = [examples(kind)[i] for i in rows]
     ids = _padded([example.input_ids for example in chosen], 0)
     mask = _padded([[1] * len(example.input_ids) for example in chosen], 0)
-    assert ids.shape[1] <= ROW
+    assert ids.shape[1] <= own.ROW
     if kind == "bert":
         logits = model(input_ids=ids, attention_mask=mask).logits
         return F.cross_entropy(logits, torch.tensor([example.labels for example in chosen]), reduction="sum")

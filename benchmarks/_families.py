@@ -9,11 +9,17 @@ do not name: what training supervises as the end is not what the backbone ends w
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaTokenizer, PreTrainedTokenizerFast, T5Tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -88,9 +94,6 @@ def named(name: str) -> Family:
 
 def save_family(family: Family, folder: Path) -> Path:
     """Write its backbone and tokenizer to `folder`, and rows for its task to `rows.jsonl` there; returns `folder`."""
-    import torch
-    import transformers
-
     kind = getattr(transformers, family.model)
     own = {"vocab_size": 512, "eos_token_id": 0, "pad_token_id": 1, "bos_token_id": 0, "decoder_start_token_id": 1}
     if family.model == "Gemma3ForConditionalGeneration":
@@ -129,9 +132,6 @@ _ROWS: dict[str, Callable[[str, int], dict[str, Any]]] = {
 
 def byte_level() -> Any:
     """A byte-level BPE as GPT-2's, which adds no special token by itself."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
     made = Tokenizer(models.BPE())
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -144,10 +144,7 @@ def byte_level() -> Any:
 
 def sentencepiece_tokenizer(kind: str, folder: Path) -> Any:
     """Of a SentencePiece model that it writes to `folder`, by the name that Llama's and T5's have."""
-    import io
-
     from sentencepiece import SentencePieceTrainer
-    from transformers import LlamaTokenizer, T5Tokenizer
 
     written = io.BytesIO()
     SentencePieceTrainer.train(
@@ -165,25 +162,9 @@ def sentencepiece_tokenizer(kind: str, folder: Path) -> Any:
 
 def train_words(family: Family, backbone: Path, out: Path) -> list[str]:
     """The words of `flatshift` that train a run of it."""
-    recipe = {"chat": "chat", "seq2seq": "seq2seq", "classify": "classify"}[family.task]
-    settings = {
-        "backbone": str(backbone),
-        "data.train.files": f"[{backbone / 'rows.jsonl'}]",
-        "data.dev.files": "[]",
-        "data.test.files": "[]",
-        "data.holdout": 0.2,
-        "adapter.rank": 4,
-        "optimizer.lr": 0.02,
-        "train.steps": 4,
-        "train.batch_size": 4,
-        "train.max_length": 64,
-        "train.eval_every": 4,
-        "train.threads": 1,
-        "train.precision": "fp32",
-        "train.peak_tflops": 1,
-        "regularizer": "plain",
-        "eval.bootstrap": 5,
-        "eval.cold": 0,
-        **family.settings,
-    }
-    return ["train", recipe, "--out", str(out), *(str(w) for k, v in settings.items() for w in (f"--{k}", v))]
+    own = "".join(f" --{key} {str(value).replace(' ', '')}" for key, value in family.settings.items())
+    settings = f"""--backbone {backbone} --data.train.files [{backbone}/rows.jsonl] --data.dev.files []
+        --data.test.files [] --data.holdout 0.2 --adapter.rank 4 --optimizer.lr 0.02 --train.batch_size 4
+        --train.steps 4 --train.max_length 64 --train.eval_every 4 --train.threads 1 --train.precision fp32
+        --train.peak_tflops 1 --regularizer plain --eval.bootstrap 5 --eval.cold 0{own}"""
+    return ["train", family.task, "--out", str(out), *settings.split()]

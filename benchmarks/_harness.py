@@ -2,8 +2,8 @@
 
     bench = Benchmark("train_step")
     ours, peer = interleave(our_run, peer_run, rounds=2)           # A B B A, CPU-seconds each
-    bench.row("step, fp32", ours=ours, peer=peer, peer_name="Trainer", unit="CPU-s", bar_op="<=", bar_value=1.0)
-    bench.row("step, bf16", unit="CPU-s", peer_name="Trainer", reason="needs a CUDA device")
+    bench.row("step, fp32", "CPU-s", ours=ours, peer=peer, peer_name="Trainer", maximum=1.0)
+    bench.row("step, bf16", "CPU-s", peer_name="Trainer", reason="needs a CUDA device")
     bench.finish()                                                 # table + benchmarks/results/train_step.json
 
 A bar is judged on the median ratio where a row has a peer figure, else on `ours`; `holds` is always computed.
@@ -11,7 +11,9 @@ A bar is judged on the median ratio where a row has a peer figure, else on `ours
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import datetime
 import importlib
 import importlib.metadata
 import json
@@ -30,7 +32,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from benchmarks import _instructions
 from flatshift.finetune.atomic import write_json
@@ -100,16 +102,24 @@ def interleave(
     ours: Callable[[], Any], peer: Callable[[], Any], *, rounds: int = 2, measure: Callable[..., float] = cpu_seconds
 ) -> tuple[list[float], list[float]]:
     """Run `rounds` times A B B A; element i of both lists comes from neighbouring runs, so ratios may be paired."""
-    mine: list[float] = []
-    theirs: list[float] = []
-    for turn in range(2 * rounds):
-        if turn % 2 == 0:
-            mine.append(measure(ours))
-            theirs.append(measure(peer))
-        else:
-            theirs.append(measure(peer))
-            mine.append(measure(ours))
-    return mine, theirs
+    found = in_turn({"ours": ours, "peer": peer}, 2 * rounds, measure=measure)
+    return found["ours"], found["peer"]
+
+
+def in_turn(
+    ways: Mapping[str, Callable[[], Any]], rounds: int, *, measure: Callable[..., float] = cpu_seconds
+) -> dict[str, list[float]]:
+    """Measure each of `ways`, forwards and backwards through them; element i of all lists comes from one round."""
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(rounds):
+        for name in list(ways)[:: 1 if turn % 2 == 0 else -1]:
+            found[name].append(measure(ways[name]))
+    return found
+
+
+def call(run: Callable[[], float]) -> float:
+    """`measure` of runs that return their own figure."""
+    return run()
 
 
 def limit_threads(count: int) -> None:
@@ -215,6 +225,63 @@ def _child(function: str, arguments: str, answer: str) -> None:
     Path(answer).write_text(json.dumps(result))
 
 
+def on_ranks(function: str, ranks: int, *, wall_cap_s: float = 900.0, **arguments: Any) -> list[Any]:
+    """Call `module:function(**arguments)` on fresh processes that form a gloo group; their results by rank.
+
+    Raises RuntimeError with the last words of the rank that failed first, or that is not done when the time is up.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        started = []
+        for rank in range(ranks):
+            place: dict[str, Any] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            place |= {"OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT}
+            variables = {**os.environ, **{name: str(value) for name, value in place.items()}}
+            code = f"from benchmarks._harness import _rank; _rank({function!r}, {json.dumps(arguments)!r}, {folder!r})"
+            log = (Path(folder) / f"log{rank}").open("wb")
+            command, told = [sys.executable, "-c", code], None if rank == 0 else log
+            started.append(subprocess.Popen(command, cwd=ROOT, env=variables, stdout=told, stderr=log))
+        try:
+            failed = _first_failure(started, deadline=time.monotonic() + wall_cap_s)
+        finally:
+            for process in started:
+                process.kill()
+        if failed is not None:
+            words = (Path(folder) / f"log{failed}").read_text(encoding="utf-8", errors="replace")
+            ended = f"ended with {started[failed].returncode}"
+            raise RuntimeError(f"rank {failed} of {ranks} {ended}:\n{words[-3000:]}")
+        return [json.loads((Path(folder) / f"result{rank}").read_text()) for rank in range(ranks)]
+
+
+def _first_failure(processes: list[subprocess.Popen[bytes]], *, deadline: float) -> int | None:
+    """The rank that ended badly before all others, whose ends are only its echo; None if all ended well."""
+    running = dict(enumerate(processes))
+    while running:
+        for rank, process in list(running.items()):
+            if process.poll():
+                return rank
+            if process.returncode == 0:
+                del running[rank]
+        if time.monotonic() > deadline:
+            return min(running)
+        time.sleep(0.05)
+    return None
+
+
+def _rank(function: str, arguments: str, folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = f"file://{folder}/store"
+    dist.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=size, timeout=datetime.timedelta(minutes=10)
+    )
+    _child(function, arguments, f"{folder}/result{rank}")
+    dist.barrier()
+    os._exit(0)  # gloo's threads may abort at interpreter shutdown
+
+
 # --------------------------------------------------------------------------------------------- the results file
 
 
@@ -230,11 +297,14 @@ class Benchmark:
     def row(
         self,
         what: str,
-        *,
         unit: str,
+        *,
         ours: Figure = None,
         peer: Figure = None,
         peer_name: str | None = None,
+        maximum: float | None = None,
+        minimum: float | None = None,
+        exactly: float | None = None,
         bar_op: BarOp | None = None,
         bar_value: float | None = None,
         bar: str | None = None,
@@ -242,9 +312,13 @@ class Benchmark:
     ) -> dict[str, Any]:
         """Add one row. Lists are repeated runs (paired in order); `ours` and `peer` are written as medians.
 
+        maximum, minimum and exactly are the bars <=, >= and ==; any other is `bar_op` with `bar_value`.
         `reason` is demanded where a figure that the row is about is missing: `ours` is None, or a peer is named
         without a figure.
         """
+        for op, value in (("<=", maximum), (">=", minimum), ("==", exactly)):
+            if value is not None:
+                bar_op, bar_value = cast(BarOp, op), value
         mine, theirs = _runs(ours), _runs(peer)
         if (not mine or (peer_name and not theirs)) and not reason:
             raise ValueError(f"row {what!r}: a missing figure needs a reason")
@@ -279,6 +353,22 @@ class Benchmark:
         print(_line(row), flush=True)
         return row
 
+    def compare(
+        self,
+        what: str,
+        unit: str,
+        ours: Callable[[], Any],
+        peer: Callable[[], Any],
+        peer_name: str,
+        *,
+        rounds: int = 2,
+        measure: Callable[..., float] = cpu_seconds,
+        **bar: Any,
+    ) -> dict[str, Any]:
+        """Run both A B B A and add the row of them."""
+        mine, theirs = interleave(ours, peer, rounds=rounds, measure=measure)
+        return self.row(what, unit, ours=mine, peer=theirs, peer_name=peer_name, **bar)
+
     def finish(self, path: Path | None = None, *, place: Mapping[str, Any] | None = None) -> Path:
         """Print the table, write the JSON, return its path.
 
@@ -312,6 +402,17 @@ def rows_by_group(bench: Benchmark, groups: Mapping[str, Callable[[Benchmark], o
             row |= {"group": name, "commit": commit()}
 
 
+def measure_groups(name: str, groups: Mapping[str, Callable[[Benchmark], object]], *, packages: Sequence[str]) -> None:
+    """The command of a benchmark in groups: those that are named on the command line are measured, by default all."""
+    parser = argparse.ArgumentParser(description="Rows of the other groups stay as this machine measured them.")
+    parser.add_argument("groups", nargs="*", metavar="GROUP", choices=[*groups, []], help=", ".join(groups))
+    asked = parser.parse_args().groups
+    limit_threads(1)
+    bench = Benchmark(name, packages=packages)
+    rows_by_group(bench, groups, asked)
+    bench.finish()
+
+
 def _whole_gib(place: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """A machine with its memory in GiB: some KiB more or less are another start of the same."""
     return None if place is None else {**place, "memory": round(place.get("memory", 0) / 2**30)}
@@ -336,16 +437,14 @@ def commit() -> str:
 def machine() -> dict[str, Any]:
     """`cpu` name, `cores` usable, `memory` in bytes, `gpu` name or None; `instructions` that the CPU has for matrix
     products, and `rehearsal`, the variables that hide some of them from this process, or None."""
-    cpu, _ = cpu_info()
     gpu = None
     if shutil.which("nvidia-smi"):
-        asked = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True
-        )
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        asked = subprocess.run(query, capture_output=True, text=True)
         gpu = asked.stdout.strip().splitlines()[0] if asked.returncode == 0 and asked.stdout.strip() else None
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
-        "cpu": cpu,
+        "cpu": cpu_info()[0],
         "cores": len(os.sched_getaffinity(0)),
         "memory": memory,
         "gpu": gpu,

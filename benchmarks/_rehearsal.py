@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from benchmarks.cuda_rehearsal import Rehearsal, Wait
+from benchmarks.gpu.llama import Padder, stage
 from flatshift.finetune.adapters.adapter import attach_adapter
 from flatshift.finetune.compute.capabilities import CUDA, T4, Capabilities
 from flatshift.finetune.compute.matmul_rate import DTYPES
@@ -34,11 +35,9 @@ from flatshift.finetune.data.masking import Masking
 from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
 from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.parallel.mesh import ProcessMesh
-from flatshift.finetune.run_directory import RunDirectory
 from flatshift.finetune.tasks import Chat, Classify, Completion, LanguageModel, MaskedLM, Regress, Seq2Seq, Task
 from flatshift.finetune.train import trainer
 from flatshift.finetune.train.checkpointer import Checkpointer
-from flatshift.finetune.train.stage import TrainingStage
 from flatshift.finetune.train.trainer import Trainer
 from flatshift.regularizers import (
     ASAM,
@@ -53,7 +52,6 @@ from flatshift.regularizers import (
     NEFTune,
     Plain,
     RegularizerConfig,
-    build,
 )
 
 VOCABULARY = 64
@@ -215,35 +213,16 @@ def rehearse(
             marks.append(len(seen.waits))
             return False
 
-        Trainer(
-            Engine(model.to(on), ProcessMesh.alone(on)),
-            _Pad(),  # type: ignore[arg-type]
-            TrainingStage(
-                name="rehearsal",
-                task=task,
-                batches=batches,
-                dev=examples[:3],
-                optimizer=Optimizer(lr=1e-3, weight_decay=0.01),
-                train=train,
-                evaluate=Evaluate(batch_size=2),
-                regularizer=build(REGULARIZERS[case.regularizer]),
-                run=RunDirectory.create(Path(folder) / "run"),
-                seed=0,
-                on_step=lambda line: found.lines.append(line["step"]),
-                stop=passed,
-                callbacks=callbacks,
-            ),
-        ).fit()
+        made = stage(
+            task, batches, train, Path(folder) / "run", optimizer=Optimizer(lr=1e-3, weight_decay=0.01),
+            regularizer=REGULARIZERS[case.regularizer], dev=examples[:3], evaluate=Evaluate(batch_size=2),
+            on_step=lambda line: found.lines.append(line["step"]), stop=passed, callbacks=callbacks,
+        )  # fmt: skip
+        Trainer(Engine(model.to(on), ProcessMesh.alone(on)), Padder(), made).fit()  # type: ignore[arg-type]
     del marks[steps + 1 :]  # the evaluation at the end asks after each batch
     found.start, found.end = seen.waits[: marks[1]], seen.waits[marks[-1] :]
     found.updates = [seen.waits[first:last] for first, last in itertools.pairwise(marks[1:])]
     return found
-
-
-class _Pad:
-    """As much of a tokenizer as the loop reads."""
-
-    pad_token_id = 0
 
 
 def _adapted(case: Case) -> Any:

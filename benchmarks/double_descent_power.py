@@ -20,7 +20,7 @@ from benchmarks.curves.dynamics import gradient_flow_curve, noise_curve, unstabl
 from benchmarks.curves.known import NAMED_NULLS, NULLS, bumps, log_normal, log_normal_peak
 from benchmarks.curves.random_features import random_features_curve
 from benchmarks.curves.rates import rejections
-from flatshift.experiments.statistics import Curve, determine_verdict, peak_test
+from flatshift.experiments.statistics import determine_verdict, peak_test
 from flatshift.finetune.seeds import numpy_generator
 
 DRAWS, NAMED = 2000, 500
@@ -29,7 +29,6 @@ SCATTER = 0.45
 POINTS = 9
 SEEDS = (5, 8)
 BAR = 0.06
-PEER = "bootstrap of the maximum"
 
 
 def bootstrap_of_the_maximum(curves: np.ndarray, generator: np.random.Generator, resamples: int = 400) -> np.ndarray:
@@ -72,77 +71,44 @@ def peer_rate(curves: np.ndarray, name: str) -> float:
     return float(bootstrap_of_the_maximum(curves, generator).mean())
 
 
-def named(make: Callable[..., Curve], right: tuple[str, ...], **settings: object) -> float:
-    """Share of curves whose verdict is one of `right`."""
-    return float(np.mean([determine_verdict(make(seed=seed, **settings)).kind in right for seed in range(NAMED)]))
-
-
 def main() -> None:
     """Measure all and write benchmarks/results/double_descent_power.json."""
     bench = Benchmark("double_descent_power", packages=("numpy", "scipy"))
     for seeds in SEEDS:
         for name, make in NULLS.items():
             curves = draws_of(name, make, seeds)
-            ours = rate(curves)
-            bench.row(f"false alarms, {seeds} seeds: {name}", ours=ours, unit="share", bar_op="<=", bar_value=BAR)
-            bench.row(
-                f"false alarms beside the peer, {seeds} seeds: {name}",
-                ours=ours,
-                peer=peer_rate(curves, name),
-                peer_name=PEER,
-                unit="share",
-            )
+            ours, peer = rate(curves), peer_rate(curves, name)
+            bench.row(f"false alarms, {seeds} seeds: {name}", "share", ours=ours, maximum=BAR)
+            what = f"false alarms beside the peer, {seeds} seeds: {name}"
+            bench.row(what, "share", ours=ours, peer=peer, peer_name="bootstrap of the maximum")
         for name, (metric, items, make) in NAMED_NULLS.items():
             curves = make(numpy_generator(0, "benchmark", name, seeds), DRAWS, seeds, POINTS)
             ours = float(rejections(curves, metric=metric, items=items).mean())
-            bench.row(f"false alarms, {seeds} seeds: {name}", ours=ours, unit="share", bar_op="<=", bar_value=BAR)
+            bench.row(f"false alarms, {seeds} seeds: {name}", "share", ours=ours, maximum=BAR)
         peaks = log_normal(log_normal_peak, SCATTER)(numpy_generator(0, "log-normal", seeds), DRAWS, seeds, POINTS)
-        bench.row(
-            f"power, {seeds} seeds: log-normal peak of four times the valley",
-            ours=float(rejections(peaks, metric="loss").mean()),
-            peer=rate(peaks),
-            peer_name="plain scale",
-            unit="share",
-            bar_op=">=",
-            bar_value=0.9,
-        )
+        ours, plain = float(rejections(peaks, metric="loss").mean()), {"peer": rate(peaks), "peer_name": "plain scale"}
+        what = f"power, {seeds} seeds: log-normal peak of four times the valley"
+        bench.row(what, "share", ours=ours, **plain, minimum=0.9)
         for height in (2, 3, 4):
             power = rate(draws_of(f"bump {height}", bumps(height), seeds))
-            least = {(5, 3): 0.9, (8, 2): 0.8}.get((seeds, height))
-            bench.row(
-                f"power, {seeds} seeds: peak of {height} sd",
-                ours=power,
-                unit="share",
-                bar_op=None if least is None else ">=",
-                bar_value=least,
-            )
+            what, least = f"power, {seeds} seeds: peak of {height} sd", {(5, 3): 0.9, (8, 2): 0.8}
+            bench.row(what, "share", ours=power, minimum=least.get((seeds, height)))
             broad = rate(draws_of(f"broad bump {height}", bumps(height, broad=True), seeds))
-            bench.row(
-                f"power, {seeds} seeds: broad peak of {height} sd, one low point on its left", ours=broad, unit="share"
-            )
-        calm = ("monotone", "undecided")
-        for what, share in (
-            (
-                "double descent: random features, vanishing ridge",
-                named(random_features_curve, ("double descent",), seeds=seeds),
-            ),
-            (
-                "no peak: random features, tuned ridge",
-                named(random_features_curve, calm, seeds=seeds, ridge="tuned"),
-            ),
-            ("instability: descent past 2/λ", named(unstable_curve, ("instability",), seeds=seeds, momentum=0.0)),
-            ("instability: momentum past 38/λ", named(unstable_curve, ("instability",), seeds=seeds)),
-            (
-                "overfitting: gradient flow on noisy rows",
-                named(gradient_flow_curve, ("overfitting",), seeds=seeds),
-            ),
-            (
-                "monotone or undecided: gradient flow without noise",
-                named(gradient_flow_curve, calm, seeds=seeds, noise=0.0),
-            ),
-            ("undecided: noise only", named(noise_curve, ("undecided",), seeds=seeds)),
+            what = f"power, {seeds} seeds: broad peak of {height} sd, one low point on its left"
+            bench.row(what, "share", ours=broad)
+        calm, unstable = ("monotone", "undecided"), ("instability",)
+        for what, curve_of, right, settings in (
+            ("double descent: random features, vanishing ridge", random_features_curve, ("double descent",), {}),
+            ("no peak: random features, tuned ridge", random_features_curve, calm, {"ridge": "tuned"}),
+            ("instability: descent past 2/λ", unstable_curve, unstable, {"momentum": 0.0}),
+            ("instability: momentum past 38/λ", unstable_curve, unstable, {}),
+            ("overfitting: gradient flow on noisy rows", gradient_flow_curve, ("overfitting",), {}),
+            ("monotone or undecided: gradient flow without noise", gradient_flow_curve, calm, {"noise": 0.0}),
+            ("undecided: noise only", noise_curve, ("undecided",), {}),
         ):
-            bench.row(f"verdict, {seeds} seeds: {what}", ours=share, unit="share named so", bar_op=">=", bar_value=0.9)
+            kinds = [determine_verdict(curve_of(seed=seed, seeds=seeds, **settings)).kind for seed in range(NAMED)]
+            share = float(np.mean([kind in right for kind in kinds]))
+            bench.row(f"verdict, {seeds} seeds: {what}", "share named so", ours=share, minimum=0.9)
     bench.finish()
 
 

@@ -11,9 +11,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from benchmarks._harness import Benchmark, interleave, limit_threads
+import torch
+
+from benchmarks._harness import Benchmark, limit_threads
+from benchmarks.regularizer_step import VOCABULARY, adapted_llama
+from flatshift.finetune.compute.dropout import KeyedDropout
+from flatshift.finetune.parallel.engine import Engine
 
 RATE, ROWS, ROUNDS = 0.1, 4, 15
 LAYERS = ((64, 64, 60), (128, 320, 10), (512, 768, 2))
@@ -23,12 +29,8 @@ MODELS = ((6, 320, 864, 128), (2, 768, 2048, 64))
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-def layer(tokens: int, width: int, calls: int) -> tuple[Callable[[], None], Callable[[], None]]:
+def layer(tokens: int, width: int, calls: int) -> tuple[Callable[[Around], None], Around]:
     """One dropout layer, `calls` times: counted, and by torch."""
-    import torch
-
-    from flatshift.finetune.compute.dropout import KeyedDropout
-
     module = torch.nn.Dropout(RATE)
     x = torch.ones(ROWS, tokens, width, requires_grad=True)
     along = torch.ones(ROWS, tokens, width)
@@ -39,25 +41,13 @@ def layer(tokens: int, width: int, calls: int) -> tuple[Callable[[], None], Call
                 y = module(x)
             y.backward(along)
 
-    return both(run, KeyedDropout({module: "layer"}, 0), tokens)
+    keyed = KeyedDropout({module: "layer"}, 0)
+    return run, lambda: keyed.forward_pass(0, first_row=0, rows=ROWS, tokens=tokens)
 
 
-def both(run: Callable[[Around], None], keyed: Any, tokens: int) -> tuple[Callable[[], None], Callable[[], None]]:
-    """`run` by counting, and by torch."""
-    return (
-        lambda: run(lambda: keyed.forward_pass(0, first_row=0, rows=ROWS, tokens=tokens)),
-        lambda: run(contextlib.nullcontext),
-    )
-
-
-def model(blocks: int, width: int, inner: int, tokens: int) -> tuple[Callable[[], None], Callable[[], None]]:
+def model(blocks: int, width: int, inner: int, tokens: int) -> tuple[Callable[[Around], None], Around]:
     """A pass of the whole model."""
-    import torch
-
-    from benchmarks.regularizer_step import VOCABULARY, _model
-    from flatshift.finetune.parallel.engine import Engine
-
-    made = _model(blocks, width, inner)
+    made = adapted_llama(blocks, width, inner)
     for part in made.modules():
         if hasattr(part, "lora_dropout"):
             part.lora_dropout["default"] = torch.nn.Dropout(RATE)
@@ -70,23 +60,27 @@ def model(blocks: int, width: int, inner: int, tokens: int) -> tuple[Callable[[]
             out = made.base_model.model.model(input_ids=ids).last_hidden_state
         out.square().sum().backward()
 
-    return both(run, Engine.alone(made).dropout(0), tokens)
+    keyed = Engine.alone(made).dropout(0)
+    return run, lambda: keyed.forward_pass(0, first_row=0, rows=ROWS, tokens=tokens)
 
 
 def main() -> None:
     """Measure and write benchmarks/results/dropout.json."""
     limit_threads(1)
     bench = Benchmark("dropout", packages=("torch", "transformers", "peft"))
-    judged: dict[str, Any] = {"peer_name": "torch's dropout", "unit": "CPU-s", "bar_op": "<="}
-    for tokens, width, calls in LAYERS:
-        ours, theirs = interleave(*layer(tokens, width, calls), rounds=ROUNDS)
-        what = f"{calls} × a dropout layer, {ROWS} × {tokens} × {width}"
-        # of little tensors the calls of operators are what is paid for, about a tenth of a millisecond
-        bench.row(what, ours=ours, peer=theirs, bar_value=1.0 if tokens * width > 10_000 else 3.0, **judged)
-    for blocks, width, inner, tokens in MODELS:
-        ours, theirs = interleave(*model(blocks, width, inner, tokens), rounds=6)
-        what = f"LoRA pass with dropout, {blocks} blocks of {width}, {ROWS} × {tokens} tokens"
-        bench.row(what, ours=ours, peer=theirs, bar_value=1.05, **judged)
+    every = [(sizes, layer, ROUNDS) for sizes in LAYERS] + [(sizes, model, 6) for sizes in MODELS]
+    for sizes, build, rounds in every:
+        run, counted = build(*sizes)
+        if build is layer:
+            tokens, width, calls = sizes
+            what = f"{calls} × a dropout layer, {ROWS} × {tokens} × {width}"
+            # of little tensors the calls of operators are what is paid for, about a tenth of a millisecond
+            bar = 1.0 if tokens * width > 10_000 else 3.0
+        else:
+            blocks, width, _, tokens = sizes
+            what, bar = f"LoRA pass with dropout, {blocks} blocks of {width}, {ROWS} × {tokens} tokens", 1.05
+        ways = partial(run, counted), partial(run, contextlib.nullcontext)
+        bench.compare(what, "CPU-s", *ways, "torch's dropout", rounds=rounds, maximum=bar)
     bench.finish()
 
 

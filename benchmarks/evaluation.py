@@ -15,28 +15,40 @@ import contextlib
 import importlib.util
 import json
 import logging
+import lzma
 import math
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
-from benchmarks._harness import RESULTS, Benchmark, cpu_seconds, interleave, limit_threads
+from benchmarks._harness import RESULTS, Benchmark, cpu_seconds, limit_threads
 from benchmarks.hostile_programs import FORGERIES, HOSTILE, is_contained
+from flatshift.experiments.recipe import from_override
+from flatshift.experiments.workflows.evaluate import evaluate_side_by_side
+from flatshift.experiments.workflows.few_shot import FewShot, rank_rows, read_prompt, read_shots
+from flatshift.finetune.assets import backbone_directory
+from flatshift.finetune.assets import sample_path as path
+from flatshift.finetune.compute.numerics import evaluation_mode
+from flatshift.finetune.data.config import Columns
+from flatshift.finetune.data.eval_batching import EvalBatching
+from flatshift.finetune.data.rows import read_rows
+from flatshift.finetune.evaluate import candidates
+from flatshift.finetune.evaluate.perplexity import DocumentCounts
+from flatshift.finetune.models.backbone import open_backbone
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.tasks import LanguageModel
 
 BACKBONE = "flatshift-5m"
 ROWS = 100
-NLI = ("entailment", "neutral", "contradiction"), ("Yes", "Also", "No")
-CITES = {"background": "background", "method": "method", "result": "result"}
 
 
 def judged(data: str, *words: str) -> dict[str, Any]:
     """What `flatshift eval --json` prints of the shipped backbone on `data`."""
-    from flatshift.experiments.recipe import from_override
-    from flatshift.experiments.workflows.evaluate import evaluate_side_by_side
-
     given = dict(zip(words[::2], words[1::2], strict=True))
     group = given.pop("group_by", None)
     overrides = [from_override(key, value, f"--{key}") for key, value in given.items()]
@@ -45,10 +57,6 @@ def judged(data: str, *words: str) -> dict[str, Any]:
 
 def few_shot(name: str, data: str) -> Any:
     """Rank the rows of `data` by a prompt in float32; the subject's findings."""
-    from flatshift.experiments.recipe import from_override
-    from flatshift.experiments.workflows.evaluate import evaluate_side_by_side
-    from flatshift.experiments.workflows.few_shot import FewShot, read_prompt
-
     asked = FewShot(prompt=read_prompt(name), name=name)
     return evaluate_side_by_side(
         [BACKBONE], data=[data], few_shot=asked, overrides=[from_override("train.precision", "fp32", "x")], quiet=True
@@ -64,27 +72,14 @@ def harness(tasks: list[dict[str, Any]], *, precision: str, bos: bool = True) ->
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    from flatshift.finetune.assets import backbone_directory
-
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         for task in tasks:
             (Path(folder) / f"{task['task']}.yaml").write_text(yaml.safe_dump(task))
-        model = HFLM(
-            pretrained=str(backbone_directory(BACKBONE)),
-            dtype=precision,
-            device="cpu",
-            batch_size=32,
-            add_bos_token=bos,
-        )
-        found = simple_evaluate(
-            model,
-            tasks=[task["task"] for task in tasks],
-            num_fewshot=0,
-            bootstrap_iters=0,
-            task_manager=TaskManager(include_path=folder),
-        )
-    results: dict[str, Any] = found["results"]
-    return results
+        own = {"dtype": precision, "device": "cpu", "batch_size": 32, "add_bos_token": bos}
+        model, names = HFLM(pretrained=str(backbone_directory(BACKBONE)), **own), [task["task"] for task in tasks]
+        manager = TaskManager(include_path=folder)
+        found = simple_evaluate(model, tasks=names, num_fewshot=0, bootstrap_iters=0, task_manager=manager)
+    return dict(found["results"])
 
 
 def local(name: str, file: str, **more: Any) -> dict[str, Any]:
@@ -93,29 +88,8 @@ def local(name: str, file: str, **more: Any) -> dict[str, Any]:
     return shared | {"test_split": "test", "metadata": {"version": 1.0}} | more
 
 
-def rolling(file: str) -> dict[str, Any]:
-    """Text whole, as lm-eval scores it."""
-    metrics = [{"metric": name} for name in ("bits_per_byte", "word_perplexity")]
-    return local(
-        "rolling", file, output_type="loglikelihood_rolling", doc_to_text="", doc_to_target="{{text}}",
-        metric_list=metrics,
-    )  # fmt: skip
-
-
-def choice(name: str, file: str, text: str, choices: str, gold: str) -> dict[str, Any]:
-    """Choices, as lm-eval ranks them."""
-    return local(
-        name, file, output_type="multiple_choice", doc_to_text=text, doc_to_choice=choices, doc_to_target=gold,
-        metric_list=[{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    )  # fmt: skip
-
-
 def sample(name: str, folder: Path, count: int = ROWS) -> str:
     """The first rows of a shipped sample as plain JSONL."""
-    import lzma
-
-    from flatshift.finetune.assets import sample_path as path
-
     with lzma.open(path(name), "rt", encoding="utf-8") as stream:
         lines = [next(stream) for _ in range(count)]
     file = folder / f"{name.replace('/', '-')}.jsonl"
@@ -125,7 +99,6 @@ def sample(name: str, folder: Path, count: int = ROWS) -> str:
 
 def identities(bench: Benchmark) -> None:
     """The unit row of the field, and word = token to the power of fertility."""
-    from flatshift.finetune.evaluate.perplexity import DocumentCounts
 
     def of(*values: Any) -> dict[str, float]:
         names = ("nats", "tokens", "words", "characters", "bytes")
@@ -135,36 +108,32 @@ def identities(bench: Benchmark) -> None:
         return {name: float(cell["value"] or math.nan) for name, cell in found.items()}
 
     unit = of(100.0, 50, 25, 150, 200)
-    known = {
-        "perplexity": 7.389056,
-        "word_perplexity": 54.598150,
-        "character_perplexity": 1.947734,
-        "bits_per_byte": 0.721348,
-    }
-    worst = max(abs(unit[name] - value) for name, value in known.items())
-    bench.row("unit row: largest error", ours=worst, unit="of the printed figure", bar_op="<=", bar_value=5e-7)
+    known = {"perplexity": 7.389056, "word_perplexity": 54.598150, "character_perplexity": 1.947734}
+    worst = max(abs(unit[name] - value) for name, value in (known | {"bits_per_byte": 0.721348}).items())
+    bench.row("unit row: largest error", "of the printed figure", ours=worst, maximum=5e-7)
     rng = np.random.default_rng(0)
     tokens = rng.integers(5, 90, 300)
     made = of(tokens * rng.uniform(1, 3, 300), tokens, tokens // 2, tokens * 3, tokens * 4)
     error = abs(made["word_perplexity"] / made["perplexity"] ** made["fertility"] - 1)
-    bench.row("perplexity of a word = of a token ^ fertility", ours=error, unit="relative", bar_op="<=", bar_value=1e-9)
+    bench.row("perplexity of a word = of a token ^ fertility", "relative", ours=error, maximum=1e-9)
 
 
 def parity(bench: Benchmark, folder: Path) -> None:
     """Two tasks of candidates, by both tools."""
     snli, cites = sample("snli/test", folder), sample("scicite/test", folder)
-    prompt = folder / "cites.yaml"
-    words = ", ".join(f"{name}: {word}" for name, word in CITES.items())
+    prompt, classes = folder / "cites.yaml", ("background", "method", "result")
+    words = ", ".join(f"{name}: {name}" for name in classes)
     prompt.write_text(f'text: "{{text}}\\nThis citation is about: {{label}}"\nlabels: {{{words}}}\n')
-    names, said = NLI
-    listed = ", ".join(f"'{word}, ' + text2" for word in said)
+    names, listed = ["entailment", "neutral", "contradiction"], "'Yes, ' + text2, 'Also, ' + text2, 'No, ' + text2"
+    accuracy = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
     theirs = harness(
         [
-            choice("snli_local", snli, "{{text}}, right?", f"{{{{[{listed}]}}}}", f"{{{{{[*names]}.index(label)}}}}"),
-            choice(
-                "cites_local", cites, "{{text}}\nThis citation is about:", json.dumps(list(CITES.values())),
-                f"{{{{{list(CITES)}.index(label)}}}}",
-            ),
+            local(name, file, output_type="multiple_choice", metric_list=accuracy, doc_to_text=text,
+                  doc_to_choice=choices, doc_to_target=f"{{{{{list(gold)}.index(label)}}}}")
+            for name, file, text, choices, gold in (
+                ("snli_local", snli, "{{text}}, right?", f"{{{{[{listed}]}}}}", names),
+                ("cites_local", cites, "{{text}}\nThis citation is about:", json.dumps(classes), classes),
+            )
         ],
         precision="float32",
     )  # fmt: skip
@@ -172,62 +141,42 @@ def parity(bench: Benchmark, folder: Path) -> None:
         ours = few_shot(name, data)["figures"][BACKBONE]["data"]["accuracy"]["value"]
         peer = theirs[task]["acc,none"]
         what = f"accuracy of {task.removesuffix('_local')}, {ROWS} rows: ours {ours:.4f}, lm-eval {peer:.4f}"
-        bench.row(what, ours=abs(ours - peer), unit="difference", bar_op="<=", bar_value=1e-6)
+        bench.row(what, "difference", ours=abs(ours - peer), maximum=1e-6)
 
 
 def languages(bench: Benchmark, data: str, folder: Path) -> None:
-    """200 documents a language, by both tools."""
+    """200 documents a language by us, every 35th of these by both tools."""
     rows = [json.loads(line) for line in Path(data).read_text(encoding="utf-8").splitlines()]
-    count: dict[str, int] = {}
+    count: Counter[str] = Counter()
     kept = []
     for row in rows:
-        count[row["lang"]] = count.get(row["lang"], 0) + 1
+        count[row["lang"]] += 1
         if count[row["lang"]] <= 200:
             kept.append({"lang": row["lang"], "text": row["text"]})
-    file = folder / "languages.jsonl"
-    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept), encoding="utf-8")
+    many, few = folder / "languages.jsonl", folder / "few.jsonl"
+    for file, some in ((many, kept), (few, kept[::35])):
+        file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in some), encoding="utf-8")
     found: dict[str, Any] = {}
-    ours = cpu_seconds(lambda: found.update(ours=judged(str(file), "group_by", "lang")))
+    ours = cpu_seconds(lambda: found.update(ours=judged(str(many), "group_by", "lang")))
     precision = found["ours"]["subjects"][0]["precision"]
-    what = f"{len(count)} languages of 200 documents, {precision} by itself"
-    bench.row(what, ours=ours, unit="CPU-s", bar_op="<=", bar_value=60.0)
-    beside(bench, kept, folder)
-
-
-def beside(bench: Benchmark, kept: list[dict[str, Any]], folder: Path) -> None:
-    """Every 35th of these documents by both tools."""
-    found: dict[str, Any] = {}
-    few = folder / "few.jsonl"
-    few.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept[::35]), encoding="utf-8")
+    bench.row(f"{len(count)} languages of 200 documents, {precision} by itself", "CPU-s", ours=ours, maximum=60.0)
+    metrics, whole = [{"metric": "bits_per_byte"}], {"doc_to_text": "", "doc_to_target": "{{text}}"}
+    task = local("rolling", str(few), output_type="loglikelihood_rolling", metric_list=metrics, **whole)
     subset = f"{len(kept[::35])} of these documents"
     mine = cpu_seconds(lambda: judged(str(few)))
-    fp32 = cpu_seconds(lambda: found.update(fp32=harness([rolling(str(few))], precision="float32", bos=False)))
-    bench.row(
-        f"{subset}, beside lm-eval in its float32", ours=mine, peer=fp32, peer_name="lm-eval", unit="CPU-s",
-        bar_op="<=", bar_value=0.5,
-    )  # fmt: skip
+    fp32 = cpu_seconds(lambda: found.update(fp32=harness([task], precision="float32", bos=False)))
+    peer = {"peer": fp32, "peer_name": "lm-eval"}
+    bench.row(f"{subset}, beside lm-eval in its float32", "CPU-s", ours=mine, **peer, maximum=0.5)
     same = cpu_seconds(lambda: found.update(same=judged(str(few), "train.precision", "fp32")))
-    bench.row(f"{subset}, float32 both", ours=same, peer=fp32, peer_name="lm-eval", unit="CPU-s")
+    bench.row(f"{subset}, float32 both", "CPU-s", ours=same, **peer)
     value = found["same"]["figures"][BACKBONE]["data"]["bits_per_byte"]["value"]
     other = found["fp32"]["rolling"]["bits_per_byte,none"]
-    bench.row(
-        f"bits per byte, float32: ours {value:.6f}, lm-eval {other:.6f}", ours=abs(value / other - 1), unit="relative",
-        bar_op="<=", bar_value=1e-5,
-    )  # fmt: skip
+    what = f"bits per byte, float32: ours {value:.6f}, lm-eval {other:.6f}"
+    bench.row(what, "relative", ours=abs(value / other - 1), maximum=1e-5)
 
 
 def shared(bench: Benchmark, folder: Path) -> None:
     """Four worked examples, with and without what contexts share; the model is loaded before."""
-    from flatshift.experiments.workflows.few_shot import FewShot, rank_rows, read_prompt, read_shots
-    from flatshift.finetune.compute.numerics import evaluation_mode
-    from flatshift.finetune.data.config import Columns
-    from flatshift.finetune.data.eval_batching import EvalBatching
-    from flatshift.finetune.data.rows import read_rows
-    from flatshift.finetune.evaluate import candidates
-    from flatshift.finetune.models.backbone import open_backbone
-    from flatshift.finetune.models.load import load_backbone
-    from flatshift.finetune.tasks import LanguageModel
-
     asked = FewShot(prompt=read_prompt("nli"), name="nli", shots=4, source=("sample:snli/train",))
     rows = list(read_rows([sample("snli/test", folder)], required=asked.prompt.columns()))
     source, tokenizer = read_shots(asked, Columns()), open_backbone(BACKBONE).tokenizer
@@ -235,23 +184,19 @@ def shared(bench: Benchmark, folder: Path) -> None:
     inference = EvalBatching.of(tokenizer, batch_size=32)
     found: dict[str, Any] = {}
 
-    def rank(name: str, able: Any) -> None:
-        before, candidates._can_repeat_cache = candidates._can_repeat_cache, able
-        try:
-            with evaluation_mode(model):
-                found[name] = rank_rows(model, tokenizer, rows, source, asked, inference, window=1024)
-        finally:
-            candidates._can_repeat_cache = before
+    def rank(name: str) -> None:
+        with evaluation_mode(model):
+            found[name] = rank_rows(model, tokenizer, rows, source, asked, inference, window=1024)
 
-    sharing = candidates._can_repeat_cache
-    rank("ours", sharing)
-    ours, anew = interleave(lambda: rank("ours", sharing), lambda: rank("anew", lambda *a: False), rounds=1)
-    bench.row(
-        f"4 shots, 3 candidates, {ROWS} rows: shared contexts", ours=ours, peer=anew, peer_name="every candidate anew",
-        unit="CPU-s", bar_op="<=", bar_value=1 / 3,
-    )  # fmt: skip
+    def rank_anew() -> None:
+        with mock.patch.object(candidates, "_can_repeat_cache", lambda *a: False):
+            rank("anew")
+
+    rank("ours")
+    what, ways = f"4 shots, 3 candidates, {ROWS} rows: shared contexts", (lambda: rank("ours"), rank_anew)
+    bench.compare(what, "CPU-s", *ways, "every candidate anew", rounds=1, maximum=1 / 3)
     same = float(np.mean(np.array(found["ours"].predictions) == np.array(found["anew"].predictions)))
-    bench.row("the same answers both ways", ours=same, unit="share", bar_op=">=", bar_value=1.0)
+    bench.row("the same answers both ways", "share", ours=same, minimum=1.0)
 
 
 def contained(bench: Benchmark) -> None:
@@ -259,7 +204,7 @@ def contained(bench: Benchmark) -> None:
     names = [*HOSTILE, *FORGERIES]
     held = sum(is_contained(name) for name in names)
     what = f"hostile programs contained, of {len(names)}"
-    bench.row(what, ours=held, unit="programs", bar_op=">=", bar_value=len(names))
+    bench.row(what, "programs", ours=held, minimum=len(names))
 
 
 def _kept() -> list[dict[str, Any]]:
@@ -282,15 +227,13 @@ def main() -> None:
         if peer:
             parity(bench, folder)
         else:
-            bench.row(
-                "accuracy of two tasks", unit="difference", peer_name="lm-eval", reason="needs the package lm-eval"
-            )
+            bench.row("accuracy of two tasks", "difference", peer_name="lm-eval", reason="needs the package lm-eval")
         if peer and len(sys.argv) > 1:
             languages(bench, sys.argv[1], folder)
         elif kept := _kept():
             bench.rows += kept
         else:
-            bench.row("35 languages", unit="CPU-s", peer_name="lm-eval", reason="needs lm-eval and a file of languages")
+            bench.row("35 languages", "CPU-s", peer_name="lm-eval", reason="needs lm-eval and a file of languages")
     bench.finish()
 
 

@@ -66,7 +66,7 @@ COMMON = {
     "eval.train_limit": 0,
     "eval.bootstrap": 100,
 }
-TARGETS = {
+TARGETS: dict[str, dict[str, Any]] = {
     "scicite": COMMON | {"data.train.limit": 300, "data.test.limit": 500},
     "banking": COMMON
     | {

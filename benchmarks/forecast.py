@@ -46,22 +46,11 @@ ROWS, RANKS, NOISES = (40, 80, 160, 320), (2, 16), (0.0, 0.2)
 SEEDS, DRAWS = 3, 3
 CELLS, WORK = RESULTS / "forecast" / "cells.json", ROOT / ".bench" / "forecast"
 SETTINGS = {
-    "backbone": "flatshift-encoder-3m",
-    "regularizer": "plain",
-    "optimizer.lr": "2e-3",
-    "train.steps": "80",
-    "train.batch_size": "16",
-    "train.max_length": "48",
-    "train.max_cut": "1",
-    "train.precision": "fp32",
-    "train.eval_every": "0",
-    "train.patience": "null",
-    "train.save_every": "0",
-    "data.dev.files": "[]",
-    "data.test.limit": "300",
-    "eval.bootstrap": "50",
-    "eval.train_limit": "16",
-}
+    "backbone": "flatshift-encoder-3m", "regularizer": "plain", "optimizer.lr": "2e-3", "train.steps": "80",
+    "train.batch_size": "16", "train.max_length": "48", "train.max_cut": "1", "train.precision": "fp32",
+    "train.eval_every": "0", "train.patience": "null", "train.save_every": "0", "data.dev.files": "[]",
+    "data.test.limit": "300", "eval.bootstrap": "50", "eval.train_limit": "16",
+}  # fmt: skip
 AXES = ("adapter.rank", "data.train.limit", "data.label_noise")
 
 
@@ -108,11 +97,10 @@ def predict(task: str) -> dict[str, Any]:
     """The same by forecast at the ridge with the least leave-one-out error, every draw apart."""
     changes = [*overrides(task), from_override("data.train.limit", str(ROWS[-1]))]
     recipe = load_recipe("classify", changes).recipe
-    forecast_rows(
-        recipe, ForecastAxes(ROWS[:1], RANKS[:1], NOISES[:1], 1), Console(quiet=True)
-    )  # what is imported late
+    console = Console(quiet=True)
+    forecast_rows(recipe, ForecastAxes(ROWS[:1], RANKS[:1], NOISES[:1], 1), console)  # what is imported late
     began = time.process_time()
-    rows = forecast_rows(recipe, ForecastAxes(ROWS, RANKS, NOISES, DRAWS), Console(quiet=True))
+    rows = forecast_rows(recipe, ForecastAxes(ROWS, RANKS, NOISES, DRAWS), console)
     cpu = time.process_time() - began
     found: dict[str, list[float]] = {}
     speeds: dict[str, float] = {}
@@ -121,8 +109,7 @@ def predict(task: str) -> dict[str, Any]:
         own = [row for row in rows if tuple(row[axis] for axis in AXES) == key]
         decays = sorted({row["optimizer.weight_decay"] for row in own})
         best = min(
-            decays,
-            key=lambda d: np.mean([r["left_out_error"] for r in own if r["optimizer.weight_decay"] == d]),
+            decays, key=lambda d: np.mean([r["left_out_error"] for r in own if r["optimizer.weight_decay"] == d])
         )
         name = "|".join(f"{value:g}" for value in key)
         found[name] = [row["test.error"] for row in own if row["optimizer.weight_decay"] == best]
@@ -130,25 +117,19 @@ def predict(task: str) -> dict[str, Any]:
     return {"error": found, "speed": speeds, "cpu": cpu, "on": machine()["instructions"]}
 
 
+def pairs_of(forecast: dict[str, Any], trained: dict[str, Any]) -> np.ndarray:
+    """(settings, 2): forecast and trained test error."""
+    return np.array([(np.mean(forecast["error"][key]), error) for key, error in trained["error"].items()])
+
+
 def judge(bench: Benchmark, name: str, found: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
     """The rows of some tasks, each with its forecast and its trained cells."""
-    pairs = np.array(
-        [
-            (np.mean(forecast["error"][key]), e)
-            for forecast, trained in found.values()
-            for key, e in trained["error"].items()
-        ]
-    )
-    bench.row(
-        f"{name}: Spearman correlation of forecast and trained test error, {len(pairs)} settings",
-        ours=float(spearmanr(*pairs.T).statistic),
-        unit="correlation",
-        bar_op=">=",
-        bar_value=0.8,
-    )
+    pairs = np.concatenate([pairs_of(*both) for both in found.values()])
+    what = f"{name}: Spearman correlation of forecast and trained test error, {len(pairs)} settings"
+    bench.row(what, "correlation", ours=float(spearmanr(*pairs.T).statistic), minimum=0.8)
     apart = 100 * (pairs[:, 0] - pairs[:, 1])
-    bench.row(f"{name}: forecast less trained, mean", ours=float(apart.mean()), unit="points")
-    bench.row(f"{name}: forecast less trained, mean size", ours=float(np.abs(apart).mean()), unit="points")
+    bench.row(f"{name}: forecast less trained, mean", "points", ours=float(apart.mean()))
+    bench.row(f"{name}: forecast less trained, mean size", "points", ours=float(np.abs(apart).mean()))
     regrets, held = [], []
     for forecast, trained in found.values():
         real = trained["error"]
@@ -166,19 +147,10 @@ def judge(bench: Benchmark, name: str, found: dict[str, tuple[dict[str, Any], di
                 wanted = real[along[-1]] - real[along[-2]]
                 held.append(change.low is not None and change.high is not None and change.low <= wanted <= change.high)
     bench.row(
-        f"{name}: regret of choosing the rank by forecast",
-        ours=100 * float(np.mean(regrets)),
-        unit="points",
-        bar_op="<=",
-        bar_value=1.0,
+        f"{name}: regret of choosing the rank by forecast", "points", ours=100 * float(np.mean(regrets)), maximum=1.0
     )
-    bench.row(
-        f"{name}: 80 % intervals for twice the rows that hold the trained change",
-        ours=float(np.mean(held)),
-        unit="share",
-        bar_op=">=",
-        bar_value=0.7,
-    )
+    what = f"{name}: 80 % intervals for twice the rows that hold the trained change"
+    bench.row(what, "share", ours=float(np.mean(held)), minimum=0.7)
 
 
 def main() -> None:
@@ -200,20 +172,13 @@ def main() -> None:
         if some:
             judge(bench, name, {task: (forecasts[task], trained[task]) for task in some})
     for task in tasks:
-        own = np.array(
-            [(float(np.mean(forecasts[task]["error"][key])), e) for key, e in trained[task]["error"].items()]
-        )
-        bench.row(f"{task}: Spearman correlation", ours=float(spearmanr(*own.T).statistic), unit="correlation")
+        own = spearmanr(*pairs_of(forecasts[task], trained[task]).T).statistic
+        bench.row(f"{task}: Spearman correlation", "correlation", ours=float(own))
     both = [task for task in tasks if forecasts[task].get("on") == trained[task].get("on", [])]
     costs = [forecasts[task]["cpu"] / trained[task]["seconds"] for task in both]
-    bench.row(
-        f"CPU-seconds of the forecast ÷ seconds of the sweep, {len(both)} tasks",
-        ours=costs or None,
-        unit="share",
-        bar_op="<=",
-        bar_value=0.02,
-        reason=None if costs else "no task was forecast and trained on one kind of machine",
-    )
+    reason = None if costs else "no task was forecast and trained on one kind of machine"
+    what = f"CPU-seconds of the forecast ÷ seconds of the sweep, {len(both)} tasks"
+    bench.row(what, "share", ours=costs or None, maximum=0.02, reason=reason)
     bench.finish()
 
 

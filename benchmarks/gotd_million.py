@@ -1,15 +1,16 @@
 """The transport solver on a million float16 rows: CPU-seconds, memory over the mapped file, and the floor of one GEMM.
 
+    python -m benchmarks.gotd_million                                 1 M x 1 k at epsilon 0.05 and 0.01, two threads
+    python -m benchmarks.gotd_million --features POOL.npy TARGET.npy  the same on features of your own (real text)
+    python -m benchmarks.gotd_million --rows 10000000 --out 10m.json  ten million (a scratch file of 7.7 GB), and the
+                                                                      first million of it: is the time linear in N?
+
 The pool is a memory map of N x 384 float16 rows (the clusters of `gotd_solver.data`, drawn block by block), the target
 has M = 1000 rows. Solved until the marginal error is 1e-3 and two successive passes agree on 99.5 % of the best 5 %.
 The floor of P passes is P·2NMd flop at the rate of float32 torch.mm on tiles of the solver's own size and threads,
 timed before and after the solve in the same process. Memory is the peak of the anonymous resident set over its level
-before the call. The error is computed once more here, in float64 NumPy, from the g that was returned.
-
-Run: python -m benchmarks.gotd_million                                 1 M x 1 k at epsilon 0.05 and 0.01, two threads
-     python -m benchmarks.gotd_million --features POOL.npy TARGET.npy  the same on features of your own (real text)
-     python -m benchmarks.gotd_million --rows 10000000 --out 10m.json  ten million (a scratch file of 7.7 GB), and the
-                                                                       first million of it: is the time linear in N?
+before the call. The error is computed once more here, in float64 NumPy, from the g that was returned. On a GPU:
+`python -m benchmarks.gpu`.
 """
 
 from __future__ import annotations
@@ -23,15 +24,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks._harness import Benchmark, CapReached, PeakMemory, in_child
+from benchmarks._harness import Benchmark, PeakMemory, cpu_seconds, in_child
 
-THIS = "benchmarks.gotd_million"
 GOAL, OVERLAP, SHARE = 1e-3, 0.995, 0.05
 MEMORY_PER_ROW = 500
 """Bytes that the solver may hold for each pool row, of a million rows or more."""
 PART = 1_000_000
 """Rows of a longer pool that are solved by themselves beside the whole of it."""
-BARS = {"cpu": 50.0, "floor": 1.5, "memory": 600e6}
 
 
 def write_data(folder: Path, n: int, m: int, d: int, seed: int = 0) -> tuple[str, str]:
@@ -54,71 +53,53 @@ def write_data(folder: Path, n: int, m: int, d: int, seed: int = 0) -> tuple[str
     return str(folder / "pool.npy"), str(folder / "target.npy")
 
 
-# ------------------------------------------------------------------------------------- inside the child
+def memory_cap(n: int) -> int:
+    """Bytes: the solver holds some vectors of N, and its subsample grows with N."""
+    return MEMORY_PER_ROW * max(n, 1_000_000)
 
 
-def measure(pool: str, target: str, epsilon: float, cost: str, device: str, rows: int | None = None) -> dict[str, Any]:
-    """Solve once with the threads that `in_child` allows: CPU- and wall-seconds, memory, what was reached, the floor of
-    the passes it took. rows: the first ones alone."""
+def measure(pool: str, target: str, epsilon: float, rows: int | None = None) -> dict[str, Any]:
+    """Solve once with the threads that `in_child` allows: CPU-seconds, memory, what was reached, the floor of the
+    passes it took. rows: the first ones alone."""
     from flatshift.selection import sinkhorn_potentials
 
     warnings.simplefilter("ignore")
     x, y = np.load(pool, mmap_mode="r")[:rows], np.load(target)
-    options: dict[str, Any] = {"method": "streamed", "cost": cost, "device": device}
-    sinkhorn_potentials(x[:3000], y[:200], tolerance=1e-2, epsilon=epsilon, **options)  # lazy imports are not charged
+    sinkhorn_potentials(
+        x[:3000], y[:200], tolerance=1e-2, epsilon=epsilon, method="streamed"
+    )  # imports are not charged
+    options: dict[str, Any] = {"tolerance": GOAL, "overlap": OVERLAP, "memory_bytes": memory_cap(len(x))}
     n, d = x.shape
-    before = _floor(n, d, len(y), device)
-    began, wall = time.process_time(), time.perf_counter()
+    before, began = floor(n, d, len(y)), time.process_time()
     with PeakMemory() as peak:
-        found = sinkhorn_potentials(
-            x, y, epsilon=epsilon, tolerance=GOAL, overlap=OVERLAP, memory_bytes=_memory(n), **options
-        )
-    cpu, wall = time.process_time() - began - peak.cpu, time.perf_counter() - wall
-    after = _floor(n, d, len(y), device)
-    kind = 0 if device == "cpu" else 1
+        found = sinkhorn_potentials(x, y, epsilon=epsilon, method="streamed", **options)
+    cpu = time.process_time() - began - peak.cpu
     return {
         "cpu": cpu,
-        "wall": wall,
         "memory": peak.bytes,
         "passes": found.passes,
-        "floor": found.passes * (before[kind] + after[kind]) / 2,
-        "error": found.marginal_error,
-        "verified": None if cost == "cosine" else _verify(x, y, found.g, found.epsilon),
+        "floor": found.passes * (before + floor(n, d, len(y))) / 2,
+        "verified": marginal_error(x, y, found.g, found.epsilon),
         "overlap": found.overlap,
         "estimate": found.overlap_estimate,
-        "flop": found.passes * 2.0 * n * d * len(y),
     }
 
 
-def _memory(n: int) -> int:
-    """The cap in bytes: the solver holds some vectors of N, and its subsample grows with N."""
-    return MEMORY_PER_ROW * max(n, 1_000_000)
-
-
-def _floor(n: int, d: int, m: int, device: str) -> tuple[float, float]:
-    """CPU-seconds and wall-seconds of one pass that only multiplies: 2NMd flop in tiles of the solver's size."""
+def floor(n: int, d: int, m: int) -> float:
+    """CPU-seconds of one pass that only multiplies: 2NMd flop in tiles of the solver's size."""
     import torch
 
     from flatshift.selection.transport.kernel import TILE_BYTES, tile_rows
 
-    rows = tile_rows(m, torch.float32, None, TILE_BYTES[device])
-    left, right = torch.randn(rows, d, device=device), torch.randn(d, m, device=device)
-    out = torch.empty(rows, m, device=device)
+    rows = tile_rows(m, torch.float32, None, TILE_BYTES["cpu"])
+    left, right, out = torch.randn(rows, d), torch.randn(d, m), torch.empty(rows, m)
     count = max(20, int(0.2 * n / rows))
     for _ in range(5):
         torch.mm(left, right, out=out)
-    if device != "cpu":
-        torch.cuda.synchronize()
-    cpu, wall = time.process_time(), time.perf_counter()
-    for _ in range(count):
-        torch.mm(left, right, out=out)
-    if device != "cpu":
-        torch.cuda.synchronize()
-    scale = n / (rows * count)
-    return (time.process_time() - cpu) * scale, (time.perf_counter() - wall) * scale
+    return cpu_seconds(lambda: [torch.mm(left, right, out=out) for _ in range(count)]) * n / (rows * count)
 
 
-def _verify(x: Any, y: np.ndarray, g: np.ndarray, absolute: float) -> float:
+def marginal_error(x: Any, y: np.ndarray, g: np.ndarray, absolute: float) -> float:
     """|Pᵀ1 − b|₁ at g in float64, in NumPy alone: nothing of the solver is used to judge it."""
     y = y.astype(np.float64)
     right, offset = 2.0 * y.T / absolute, (g - (y * y).sum(1)) / absolute
@@ -132,117 +113,46 @@ def _verify(x: Any, y: np.ndarray, g: np.ndarray, absolute: float) -> float:
     return float(np.abs(column / len(x) - 1.0 / len(y)).sum())
 
 
-# ------------------------------------------------------------------------------------- the rows
-
-
-def _report(bench: Benchmark, setting: str, runs: list[dict[str, Any]], bars: bool) -> None:
-    def all_of(name: str) -> list[float]:
-        return [run[name] for run in runs]
-
-    ceiling: dict[str, Any] = {"bar_op": "<=", "bar_value": BARS["cpu"]} if bars else {}
-    bench.row(f"{setting}: solver, {runs[0]['passes']} passes", ours=all_of("cpu"), unit="CPU-s", **ceiling)
-    bench.row(
-        f"{setting}: beside the floor of its passes",
-        ours=all_of("cpu"),
-        peer=all_of("floor"),
-        peer_name="float32 torch.mm",
-        unit="CPU-s",
-        bar_op="<=",
-        bar_value=BARS["floor"],
-    )
-    bench.row(
-        f"{setting}: memory over the mapped file",
-        ours=all_of("memory"),
-        unit="bytes",
-        bar_op="<=" if bars else None,
-        bar_value=BARS["memory"] if bars else None,
-    )
-    error = runs[0]["verified"] if runs[0]["verified"] is not None else runs[0]["error"]
-    bench.row(f"{setting}: error, verified in float64", ours=error, unit="L1 error", bar_op="<=", bar_value=GOAL)
-    seen = runs[0]["overlap"]
-    bench.row(
-        f"{setting}: overlap@{SHARE:.0%} of the last two passes",
-        ours=seen,
-        unit="share of the selection",
-        bar_op=">=",
-        bar_value=OVERLAP,
-        reason="one pass only" if seen is None else None,
-    )
-    bench.row(
-        f"{setting}: overlap@{SHARE:.0%} with the converged selection, estimated",
-        ours=runs[0]["estimate"],
-        unit="share of the selection",
-    )
-
-
-def _gpu(bench: Benchmark, folder: Path, n: int, m: int) -> None:
-    """Ten million by ten thousand where a device is at hand: rate beside the device's own GEMM."""
-    import torch
-
-    what = f"{n} x {m} x 384 on a GPU, epsilon 0.05: solve beside the GEMM floor of its passes"
-    if not torch.cuda.is_available():
-        bench.row(what, unit="s", peer_name="float32 torch.mm", reason="no CUDA device at hand")
-        return
-    try:
-        pool, target = write_data(folder, n, m, 384)
-        run = in_child(
-            f"{THIS}:measure", pool=pool, target=target, epsilon=0.05, cost="sqeuclidean", threads=4, device="cuda"
-        )
-    except (CapReached, RuntimeError, OSError) as error:  # the rows that were measured before must not be lost
-        told = str(error).strip().splitlines()[-1]
-        bench.row(what, unit="s", peer_name="float32 torch.mm", reason=f"not finished: {told}")
-        return
-    print(f"    {run}", flush=True)
-    bench.row(what, ours=run["wall"], peer=run["floor"], peer_name="float32 torch.mm", unit="s")
-    bench.row(f"{n} x {m} x 384 on a GPU: rate", ours=run["flop"] / run["wall"] / 1e12, unit="TFLOP/s")
+def report(bench: Benchmark, setting: str, runs: list[dict[str, Any]], *, bars: bool) -> None:
+    """The rows of one setting; bars: also those on CPU-seconds and memory, which are of a million rows."""
+    first, cpu = runs[0], [run["cpu"] for run in runs]
+    unit = "share of the selection"
+    bench.row(f"{setting}: solver, {first['passes']} passes", "CPU-s", ours=cpu, maximum=50.0 if bars else None)
+    peer = {"peer": [run["floor"] for run in runs], "peer_name": "float32 torch.mm"}
+    bench.row(f"{setting}: beside the floor of its passes", "CPU-s", ours=cpu, **peer, maximum=1.5)
+    memory = [run["memory"] for run in runs]
+    bench.row(f"{setting}: memory over the mapped file", "bytes", ours=memory, maximum=600e6 if bars else None)
+    bench.row(f"{setting}: error, verified in float64", "L1 error", ours=first["verified"], maximum=GOAL)
+    what, seen = f"{setting}: overlap@{SHARE:.0%}", first["overlap"]
+    reason = "one pass only" if seen is None else None
+    bench.row(f"{what} of the last two passes", unit, ours=seen, minimum=OVERLAP, reason=reason)
+    bench.row(f"{what} with the converged selection, estimated", unit, ours=first["estimate"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--targets", type=int, default=1_000)
-    parser.add_argument("--epsilon", type=float, nargs="+", default=(0.05, 0.01))
-    parser.add_argument("--cost", choices=("sqeuclidean", "cosine"), default="sqeuclidean")
+    parser.add_argument("--rows", type=int, default=PART)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--features", nargs=2, metavar=("POOL.npy", "TARGET.npy"), help="instead of drawn rows")
-    parser.add_argument("--gpu", type=int, nargs=2, default=(10_000_000, 10_000), metavar=("N", "M"))
-    parser.add_argument("--scratch", type=Path, default=None, help="where the drawn pool is written")
     parser.add_argument("--out", type=Path, default=None, help="results file, if not the committed one")
     chosen = parser.parse_args()
     bench = Benchmark("gotd_million", packages=("torch", "numpy"))
-    with tempfile.TemporaryDirectory(dir=chosen.scratch) as folder:
-        pool, target = chosen.features or write_data(Path(folder), chosen.rows, chosen.targets, 384)
+    with tempfile.TemporaryDirectory() as folder:
+        pool, target = chosen.features or write_data(Path(folder), chosen.rows, 1000, 384)
         n, d = np.load(pool, mmap_mode="r").shape
-        m = len(np.load(target, mmap_mode="r"))
-        for epsilon in chosen.epsilon:
-            setting = f"{n} x {m} x {d} float16, {chosen.threads} threads, epsilon {epsilon}"
-            runs, parts = [], []
-            for _ in range(chosen.runs):
-                call: dict[str, Any] = {
-                    "threads": chosen.threads,
-                    "pool": pool,
-                    "target": target,
-                    "epsilon": epsilon,
-                    "cost": chosen.cost,
-                    "device": "cpu",
-                }
-                runs.append(in_child(f"{THIS}:measure", **call))
-                print(f"    {setting}: {runs[-1]}", flush=True)
-                if n > PART:
-                    parts.append(in_child(f"{THIS}:measure", rows=PART, **call))
-                    print(f"    its first {PART} rows: {parts[-1]}", flush=True)
-            _report(bench, setting, runs, bars=n <= PART)
-            if parts:
-                bench.row(
-                    f"{setting}: a million rows and a pass",
-                    ours=[run["cpu"] / run["passes"] / n * 1e6 for run in runs],
-                    peer=[part["cpu"] / part["passes"] / PART * 1e6 for part in parts],
-                    peer_name=f"the first {PART} rows",
-                    unit="CPU-s",
-                )
-        Path(folder, "pool.npy").unlink(missing_ok=True)
-        _gpu(bench, Path(folder), *chosen.gpu)
+        for epsilon in (0.05, 0.01):
+            setting = f"{n} x {len(np.load(target))} x {d} float16, {chosen.threads} threads, epsilon {epsilon}"
+            runs: dict[int, list[dict[str, Any]]] = {n: [], PART: []}
+            for _ in range(2):
+                for rows in {n, min(n, PART)}:
+                    call = {"pool": pool, "target": target, "epsilon": epsilon, "rows": rows}
+                    runs[rows].append(in_child("benchmarks.gotd_million:measure", threads=chosen.threads, **call))
+                    print(f"    {setting}, {rows} rows: {runs[rows][-1]}", flush=True)
+            report(bench, setting, runs[n], bars=n <= PART)
+            if n > PART:
+                each = [[run["cpu"] / run["passes"] / rows * 1e6 for run in runs[rows]] for rows in (n, PART)]
+                what, peer = f"{setting}: a million rows and a pass", f"the first {PART} rows"
+                bench.row(what, "CPU-s", ours=each[0], peer=each[1], peer_name=peer)
     bench.finish(chosen.out)
 
 

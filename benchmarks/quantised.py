@@ -13,14 +13,23 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
-from pathlib import Path
 from typing import Any
 
+import torch
+
+from benchmarks import train_step
 from benchmarks._harness import RESULTS, Benchmark, in_child, limit_threads, peak_bytes
 from benchmarks._sized import Sizes, save_backbone
+from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.atomic import write_json
-from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Train
+from flatshift.finetune.compute.numerics import without_input_casts
+from flatshift.finetune.compute.precision import autocast
+from flatshift.finetune.config import Adapter, Optimizer, Train
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.models.quantize import quantization_scales
+from flatshift.finetune.planner.memory import count_saved_bytes
 from flatshift.finetune.tasks import Completion, LanguageModel
+from flatshift.finetune.train.optimizer import AdapterOptimizer
 
 BACKBONE, SEED, STEPS, TAIL = "flatshift-5m", 0, 100, 20
 TASK = Completion(prompt="{text}\nintent:", completion=" {label}")
@@ -35,60 +44,16 @@ bytes; a 4-bit value with a scale for 64 takes 0.28 of bf16's, with quantised sc
 
 def curve(kind: str | None) -> list[float]:
     """Losses of one run on the shipped backbone."""
-    from flatshift.finetune.adapters.adapter import attach_adapter
-    from flatshift.finetune.data.batches import TrainingDataLoader
-    from flatshift.finetune.data.encoding import encode
-    from flatshift.finetune.data.rows import read_rows
-    from flatshift.finetune.models.backbone import open_backbone
-    from flatshift.finetune.models.load import load_backbone
-    from flatshift.finetune.run_directory import RunDirectory
-    from flatshift.finetune.train.stage import TrainingStage
-    from flatshift.finetune.train.trainer import Trainer
-    from flatshift.regularizers import build
-    from flatshift.regularizers.config import Plain
-
     limit_threads(1)
-    tokenizer = open_backbone(BACKBONE).tokenizer
-    rows = list(read_rows(["sample:scicite/train"]))
-    examples = encode(rows, task=TASK, tokenizer=tokenizer, max_length=128).examples
-    batches = TrainingDataLoader(
-        examples, task=TASK, batch_size=4, seed=SEED, max_length=128, pad_id=tokenizer.pad_token_id
-    )
-    backbone = load_backbone(BACKBONE, task=TASK, precision="bf16", quantization=kind)  # type: ignore[arg-type]
+    batches = train_step.batches_of(TASK, rows=4, length=128, limit=100_000)
     losses: list[float] = []
-    with tempfile.TemporaryDirectory() as folder:
-        Trainer(
-            attach_adapter(backbone, Adapter(rank=8), task=TASK, seed=SEED),
-            tokenizer,
-            TrainingStage(
-                name="fine-tune",
-                task=TASK,
-                batches=batches,
-                dev=[],
-                optimizer=OPTIMIZER,
-                train=Train(steps=STEPS, precision="bf16", save_every=0),
-                evaluate=Evaluate(),
-                regularizer=build(Plain()),
-                run=RunDirectory.create(Path(folder) / "run"),
-                seed=SEED,
-                on_step=lambda line: losses.append(line["loss"]),
-            ),
-        ).fit()
+    run = {"steps": STEPS, "precision": "bf16", "losses": losses, "optimizer": OPTIMIZER, "quantization": kind}
+    train_step.ours(TASK, batches, **run)()  # type: ignore[arg-type]
     return losses
 
 
 def memory(kind: str | None, backbone: str) -> dict[str, float]:
     """Bytes by cause of one update on the random Llama."""
-    import torch
-
-    from flatshift.finetune.adapters.adapter import attach_adapter, trainable
-    from flatshift.finetune.compute.numerics import without_input_casts
-    from flatshift.finetune.compute.precision import autocast
-    from flatshift.finetune.models.load import load_backbone
-    from flatshift.finetune.models.quantize import quantization_scales
-    from flatshift.finetune.planner.memory import count_saved_bytes
-    from flatshift.finetune.train.optimizer import AdapterOptimizer
-
     limit_threads(1)
     task, train = LanguageModel(), Train(precision="bf16")
     loaded = load_backbone(backbone, task=task, precision="bf16", quantization=kind)  # type: ignore[arg-type]
@@ -124,8 +89,6 @@ def memory(kind: str | None, backbone: str) -> dict[str, float]:
 
 def main() -> None:
     """Measure and write benchmarks/results/quantised.json and the curves."""
-    import torch
-
     bench = Benchmark("quantised", packages=("torch", "transformers", "peft", "bitsandbytes"))
     here = importlib.util.find_spec("bitsandbytes") is not None
     missing = "the package bitsandbytes is not installed (the extra `quant`)"
@@ -134,44 +97,37 @@ def main() -> None:
     final = sum(curves["bf16"][-TAIL:]) / TAIL
     for kind in KINDS:
         what = f"mean loss of the last {TAIL} of {STEPS} updates, {kind} on {where}"
-        judged: dict[str, Any] = {"unit": "nats/token", "peer_name": "bf16", "bar_op": "<=", "bar_value": 1.05}
+        judged: dict[str, Any] = {"unit": "nats/token", "peer_name": "bf16", "maximum": 1.05}
         if not here:
             bench.row(what, reason=missing, **judged)
             continue
         curves[kind] = in_child("benchmarks.quantised:curve", kind=kind)
         bench.row(what, ours=sum(curves[kind][-TAIL:]) / TAIL, peer=final, **judged)
         apart = [abs(mine / bf16 - 1) for mine, bf16 in zip(curves[kind], curves["bf16"], strict=True)]
-        bench.row(f"largest distance of the two loss curves, {kind} on {where}", unit="relative", ours=max(apart))
+        bench.row(f"largest distance of the two loss curves, {kind} on {where}", "relative", ours=max(apart))
     write_json(CURVES, curves)
     with tempfile.TemporaryDirectory() as folder:
         save_backbone(BIG, folder)
         plain = in_child("benchmarks.quantised:memory", kind=None, backbone=folder)
         for kind in KINDS:
             if not here:
-                bench.row(f"memory by cause, {kind} on {where}", unit="bytes", peer_name="bf16", reason=missing)
+                bench.row(f"memory by cause, {kind} on {where}", "bytes", peer_name="bf16", reason=missing)
                 continue
             held = in_child("benchmarks.quantised:memory", kind=kind, backbone=folder)
             size = f"{BIG.frozen_bytes // BIG.item / 1e6:.0f} M"
             bench.row(
                 f"frozen weights and scales, {size}, {kind} on {where}",
-                unit="bytes",
+                "bytes",
                 ours=held["frozen weights"] + held["scales"],
                 peer=plain["frozen weights"],
                 peer_name="bf16",
-                bar_op="<=",
-                bar_value=FEWER[kind],
+                maximum=FEWER[kind],
             )
             for cause, value in held.items():
+                title = f"{cause}, {size}, {kind} on {where}"
                 bench.row(
-                    f"{cause}, {size}, {kind} on {where}",
-                    unit="bytes",
-                    ours=value,
-                    **({"peer": plain[cause], "peer_name": "bf16"} if plain[cause] else {}),
+                    title, "bytes", ours=value, **{"peer": plain[cause], "peer_name": "bf16"} if plain[cause] else {}
                 )
-    for kind in KINDS:
-        if not torch.cuda.is_available():
-            reason = "no CUDA device on this machine"
-            bench.row(f"loss and memory, {kind} on CUDA", unit="bytes", peer_name="bf16", reason=reason)
     bench.finish()
 
 

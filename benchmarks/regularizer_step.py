@@ -18,7 +18,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+from peft import LoraConfig, get_peft_model
+from scipy.stats import binom
+from torch import nn
+
 from benchmarks._harness import Benchmark, in_child, limit_threads, peak_bytes
+from benchmarks._published import AddAndSubtract
+from benchmarks._sized import random_llama
+from flatshift.regularizers import build, config
+from flatshift.regularizers.layers.fused import FusedLayers
 
 HERE = "benchmarks.regularizer_step"
 BLOCKS, WIDTH, INNER, VOCABULARY, ROWS, TOKENS = 12, 768, 2304, 8192, 4, 128
@@ -26,69 +35,40 @@ BARRED: dict[str, float] = {"ggpo": 1.03, "mgpo": 1.01}
 CYCLES, FEW = {"ggpo": 40, "mgpo": 100}, 8
 """A B B A cycles for the rows with a bar (40 bound a median to about 0.8 %, which is too wide for a bar of 1 %), and
 for the others."""
-KINDS = ("ggpo", "mgpo", "flat-lora", "mgpo-code", "msam", "bar", "bi-lora", "neftune", "lora-sam", "asam", "sam")
+KINDS: dict[str, Any] = {
+    "ggpo": config.GGPO(),
+    "mgpo": config.MGPO(),
+    "flat-lora": config.FlatLora(schedule="constant"),
+    "mgpo-code": config.MGPO(form="code"),
+    "msam": config.MSAM(),
+    "bar": config.BAR(),
+    "bi-lora": config.BiLora(),
+    "neftune": config.NEFTune(),
+    "lora-sam": config.LoraSAM(),
+    "asam": config.ASAM(),
+    "sam": config.SAM(),
+}
 PUBLISHED = "published: materialise, add, subtract"
 
 
-def _model(blocks: int, width: int, inner: int) -> Any:
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=width,
-        intermediate_size=inner,
-        num_hidden_layers=blocks,
-        num_attention_heads=width // 64,
-        num_key_value_heads=width // 64,
-        max_position_embeddings=TOKENS,
-        tie_word_embeddings=False,
-        use_cache=False,
-        pad_token_id=0,
-    )
+def adapted_llama(blocks: int, width: int, inner: int) -> Any:
+    """A random Llama with PEFT's LoRA of rank 8 on every linear layer."""
+    sizes = {"vocabulary": VOCABULARY, "hidden": width, "inner": inner, "blocks": blocks, "heads": width // 64}
+    model = random_llama(**sizes, use_cache=False)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = LlamaForCausalLM(config)
         return get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")).train()
-
-
-def _settings(kind: str) -> Any:
-    from flatshift.regularizers import config
-
-    known: dict[str, Any] = {
-        "plain": config.Plain(),
-        "ggpo": config.GGPO(),
-        "flat-lora": config.FlatLora(schedule="constant"),
-        "mgpo": config.MGPO(),
-        "mgpo-code": config.MGPO(form="code"),
-        "msam": config.MSAM(),
-        "bar": config.BAR(),
-        "bi-lora": config.BiLora(),
-        "neftune": config.NEFTune(),
-        "lora-sam": config.LoraSAM(),
-        "asam": config.ASAM(),
-        "sam": config.SAM(),
-    }
-    return known[kind]
 
 
 def _stepper(kind: str, model: Any) -> Callable[[int], None]:
     """`step(t)`: one whole update of `model` under a regularizer."""
-    import torch
-    from torch import nn
-
-    from benchmarks._published import AddAndSubtract
-    from flatshift.regularizers import build
-    from flatshift.regularizers.layers.fused import FusedLayers
-
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
     layers = FusedLayers(model)
     if kind == PUBLISHED:
         regularizer: Any = AddAndSubtract(model, sigma=0.05)
     else:
-        regularizer = build(_settings(kind)).attach(model, seed=0, total_steps=10_000)
+        regularizer = build(KINDS.get(kind, config.Plain())).attach(model, seed=0, total_steps=10_000)
 
     def step(t: int) -> None:
         ids = torch.randint(1, VOCABULARY, (ROWS, TOKENS), generator=torch.Generator().manual_seed(t))
@@ -108,7 +88,7 @@ def _stepper(kind: str, model: Any) -> Callable[[int], None]:
 def step_times(kind: str, cycles: int) -> dict[str, list[float]]:
     """CPU-seconds of single steps, ours and plain, paired: element i of both comes from neighbouring steps."""
     limit_threads(1)
-    steps = {name: _stepper(name, _model(BLOCKS, WIDTH, INNER)) for name in (kind, "plain")}
+    steps = {name: _stepper(name, adapted_llama(BLOCKS, WIDTH, INNER)) for name in (kind, "plain")}
     times: dict[str, list[float]] = {kind: [], "plain": []}
     for name in (kind, "plain"):
         for t in range(2):
@@ -124,7 +104,7 @@ def step_times(kind: str, cycles: int) -> dict[str, list[float]]:
 def step_memory(kind: str, blocks: int, width: int, inner: int) -> float:
     """Bytes alive at the worst moment of a step, everything counted."""
     limit_threads(1)
-    step = _stepper(kind, _model(blocks, width, inner))
+    step = _stepper(kind, adapted_llama(blocks, width, inner))
     step(0)
     step(1)
     return peak_bytes(partial(step, 2))
@@ -132,8 +112,6 @@ def step_memory(kind: str, blocks: int, width: int, inner: int) -> float:
 
 def upper_bound(ratios: list[float]) -> float:
     """Upper end of the 95 % interval of the median: the order statistic that exceeds it with probability ≥ .975."""
-    from scipy.stats import binom
-
     ordered = sorted(ratios)
     rank = int(binom.ppf(0.975, len(ordered), 0.5))
     return ordered[min(rank, len(ordered) - 1)]
@@ -148,31 +126,20 @@ def main() -> None:
     for kind in (*KINDS, PUBLISHED):
         cycles = (asked or CYCLES[kind]) if kind in CYCLES else FEW
         times = in_child(f"{HERE}:step_times", kind=kind, cycles=cycles, wall_cap_s=3600)
-        bench.row(f"step, {kind}", ours=times["ours"], peer=times["plain"], peer_name="plain LoRA", unit="CPU-s")
+        bench.row(f"step, {kind}", "CPU-s", ours=times["ours"], peer=times["plain"], peer_name="plain LoRA")
         if kind in BARRED:
             ratios = [mine / plain for mine, plain in zip(times["ours"], times["plain"], strict=True)]
-            bench.row(
-                f"step, {kind}: upper 95 % bound of the median ratio",
-                ours=upper_bound(ratios),
-                unit="× plain",
-                bar_op="<=",
-                bar_value=BARRED[kind],
-            )
+            what = f"step, {kind}: upper 95 % bound of the median ratio"
+            bench.row(what, "× plain", ours=upper_bound(ratios), maximum=BARRED[kind])
     for blocks, width, inner, bar in ((2, 2048, 5632, 0.01), (BLOCKS, WIDTH, INNER, 0.03)):
         size = {"blocks": blocks, "width": width, "inner": inner}
         plain = in_child(f"{HERE}:step_memory", kind="plain", **size)
         for kind in (*KINDS, PUBLISHED):
             mine = in_child(f"{HERE}:step_memory", kind=kind, **size)
-            bench.row(f"peak memory, width {width}, {kind}", ours=mine, peer=plain, peer_name="plain LoRA", unit="B")
+            bench.row(f"peak memory, width {width}, {kind}", "B", ours=mine, peer=plain, peer_name="plain LoRA")
             if kind == "ggpo":
-                bench.row(
-                    f"(GGPO peak − plain peak) ÷ plain peak, width {width}",
-                    ours=(mine - plain) / plain,
-                    unit="of plain",
-                    bar_op="<=",
-                    bar_value=bar,
-                )
-    bench.row("step on a GPU, 7–8 B bf16, 8 k tokens", unit="s", reason="no GPU was at hand")
+                what = f"(GGPO peak − plain peak) ÷ plain peak, width {width}"
+                bench.row(what, "of plain", ours=(mine - plain) / plain, maximum=bar)
     bench.finish()
 
 

@@ -17,134 +17,67 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks._commands import adapter, curve, finish, start, train_words, trained, wait_until
+from benchmarks._commands import QUICK, Outcomes, finish, start, train_words, trained, wait_until
 from benchmarks._harness import Benchmark
 
 STEPS, SAVE_EVERY = 24, 5
-SETTINGS = {
-    "train.steps": STEPS,
-    "train.save_every": SAVE_EVERY,
-    "train.eval_every": 7,
-    "train.batch_size": 4,
-    "train.max_length": 64,
-    "train.max_cut": 1,
-    "train.threads": 1,
-    "train.precision": "fp32",
-    "regularizer.kind": "ggpo",
-    "adapter.dropout": 0.05,
-    "data.train.limit": 300,
-    "data.dev.limit": 24,
-    "data.test.limit": 24,
-    "eval.bootstrap": 20,
-    "eval.train_limit": 0,
-}
-
-# --------------------------------------------------------------------------------------------- the killed child
+SETTINGS = f"""{QUICK} --eval.train_limit 0 --train.steps {STEPS} --train.save_every {SAVE_EVERY} --train.eval_every 7
+    --train.batch_size 4 --train.max_length 64 --regularizer.kind ggpo --adapter.dropout 0.05
+    --data.train.limit 300 --data.dev.limit 24 --data.test.limit 24"""
+PLACES = (
+    "save: tensors half written",
+    "save: before state.json",
+    "rename: just before",
+    "rename: just after",
+    "load: before reading",
+    "load: after reading",
+)
 
 
 def child(place: str, occasion: int, arguments: Sequence[str]) -> None:
     """Run the command line; at the `occasion`-th passage (from 1) of `place`, end this process by SIGKILL."""
-    if place != "nowhere":
-        _PLACES[place](_counter(occasion))
+    if place in PLACES:
+        kill_at(place, occasion)
     from flatshift.cli import run
 
     raise SystemExit(run(list(arguments)))
 
 
-def _counter(occasion: int) -> Callable[[], bool]:
-    passed = 0
-
-    def now() -> bool:
-        nonlocal passed
-        passed += 1
-        return passed == occasion
-
-    return now
-
-
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _half_tensors(now: Callable[[], bool]) -> None:
+def kill_at(place: str, occasion: int) -> None:
+    """Wrap the function of that place."""
     import safetensors.torch
 
-    whole = safetensors.torch.save_file
-
-    def save_file(tensors: Any, path: Any, *arguments: Any, **keywords: Any) -> None:
-        whole(tensors, path, *arguments, **keywords)
-        if now():
-            os.truncate(path, Path(path).stat().st_size // 2)
-            _die()
-
-    safetensors.torch.save_file = save_file
-
-
-def _no_json(now: Callable[[], bool]) -> None:
     from flatshift.finetune.train import checkpointer
 
-    whole = checkpointer.write_json
+    owners: tuple[tuple[Any, str], ...] = (
+        (safetensors.torch, "save_file"),
+        (checkpointer, "write_json"),
+        (Path, "replace"),
+        (Path, "replace"),
+        (checkpointer, "latest_checkpoint"),
+        (checkpointer, "latest_checkpoint"),
+    )
+    owner, name = owners[PLACES.index(place)]
+    usual, before, passed = getattr(owner, name), "before" in place, 0
 
-    def write_json(path: Any, value: Any) -> None:
-        if now():
-            _die()
-        whole(path, value)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal passed
+        passed += name != "replace" or Path(arguments[1]).name.startswith("step-")
+        hit = passed == occasion
+        if hit and before:
+            os.kill(os.getpid(), signal.SIGKILL)
+        found = usual(*arguments, **keywords)
+        if hit:
+            if name == "save_file":
+                os.truncate(arguments[1], Path(arguments[1]).stat().st_size // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
 
-    checkpointer.write_json = write_json
-
-
-def _rename(*, after: bool) -> Callable[[Callable[[], bool]], None]:
-    def install(now: Callable[[], bool]) -> None:
-        whole = Path.replace
-
-        def replace(self: Path, target: Any) -> Path:
-            hit = Path(target).name.startswith("step-") and now()
-            if hit and not after:
-                _die()
-            result = whole(self, target)
-            if hit:
-                _die()
-            return result
-
-        Path.replace = replace  # type: ignore[method-assign, assignment]
-
-    return install
-
-
-def _load(*, after: bool) -> Callable[[Callable[[], bool]], None]:
-    def install(now: Callable[[], bool]) -> None:
-        from flatshift.finetune.train import checkpointer
-
-        whole = checkpointer.latest_checkpoint
-
-        def latest_checkpoint(*arguments: Any, **keywords: Any) -> Any:
-            hit = now()
-            if hit and not after:
-                _die()
-            found = whole(*arguments, **keywords)
-            if hit:
-                _die()
-            return found
-
-        checkpointer.latest_checkpoint = latest_checkpoint
-
-    return install
-
-
-_PLACES: dict[str, Callable[[Callable[[], bool]], None]] = {
-    "save: tensors half written": _half_tensors,
-    "save: before state.json": _no_json,
-    "rename: just before": _rename(after=False),
-    "rename: just after": _rename(after=True),
-    "load: before reading": _load(after=False),
-    "load: after reading": _load(after=True),
-}
-
-# --------------------------------------------------------------------------------------------- the parent
+    setattr(owner, name, call)
 
 
 def begin(out: Path, *, place: str = "nowhere", occasion: int = 1) -> subprocess.Popen[str]:
@@ -153,22 +86,21 @@ def begin(out: Path, *, place: str = "nowhere", occasion: int = 1) -> subprocess
     return start(code=f"from benchmarks.resume_kills import child; child({place!r}, {occasion}, {words!r})")
 
 
-def kill_in_step(out: Path, step: int, delay_s: float) -> None:
-    """Start a run and kill it from outside, `delay_s` after update `step` was logged."""
-    process = begin(out)
-    if not wait_until(process, lambda: trained(out) >= step):
-        finish(process, -signal.SIGKILL)
-    time.sleep(delay_s)
-    process.kill()
+def kill_in_step(out: Path, first: int, draw: random.Random) -> None:
+    """Start a run and kill it from outside, a little after some update from `first` on was logged."""
+    process, step = begin(out), draw.randint(first, STEPS - 2)
+    if wait_until(process, lambda: trained(out) >= step):
+        time.sleep(draw.random() * 0.3)
+        process.kill()
     finish(process, -signal.SIGKILL)
 
 
 def survive(out: Path, place: str, draw: random.Random) -> int:
     """Kill the run at `place`, continue it to its end; returns the step that it continued after."""
     if place == "step":
-        kill_in_step(out, draw.randint(1, STEPS - 2), draw.random() * 0.3)
+        kill_in_step(out, 1, draw)
     elif place.startswith("load"):
-        kill_in_step(out, draw.randint(SAVE_EVERY + 1, STEPS - 2), draw.random() * 0.3)
+        kill_in_step(out, SAVE_EVERY + 1, draw)
         finish(begin(out, place=place), -signal.SIGKILL)
     else:
         finish(begin(out, place=place, occasion=draw.randint(1, STEPS // SAVE_EVERY)), -signal.SIGKILL)
@@ -181,39 +113,15 @@ def main() -> None:
     """Measure and write benchmarks/results/resume_kills.json."""
     bench = Benchmark("resume_kills", packages=("torch", "transformers", "peft", "safetensors"))
     draw = random.Random(20)
-    places = ["step"] * 4 + list(_PLACES)
-    same = curves = leftovers = 0
     with tempfile.TemporaryDirectory() as folder:
-        whole = Path(folder) / "whole"
-        finish(begin(whole))
-        for number, place in enumerate(places, start=1):
+        outcomes = Outcomes(Path(folder) / "whole")
+        finish(begin(outcomes.whole))
+        for number, place in enumerate(["step"] * 4 + list(PLACES), start=1):
             out = Path(folder) / f"killed-{number}"
             step = survive(out, place, draw)
-            equal = adapter(out) == adapter(whole)
-            same += equal
-            curves += curve(out) == curve(whole)
-            leftovers += len(list(out.rglob(".*.tmp")))
-            print(
-                f"  {number:2}. {place}: continued after step {step}, {'same bits' if equal else 'OTHER BITS'}",
-                flush=True,
-            )
-    count = len(places)
-    bench.row(
-        f"kills (4 in a step, 2 in a save, 2 at the rename, 2 in a load) of {count} after which the adapter has the "
-        "bits of the uninterrupted run",
-        unit="kills",
-        ours=same,
-        bar_op="==",
-        bar_value=count,
-    )
-    bench.row(
-        "of these, runs whose whole loss curve is the same",
-        unit="kills",
-        ours=curves,
-        bar_op="==",
-        bar_value=count,
-    )
-    bench.row("temporary files left in finished runs", unit="files", ours=leftovers, bar_op="==", bar_value=0)
+            outcomes.add(out, f"{number:2}. {place}, continued after step {step}")
+    kills = f"kills (4 in a step, 2 in a save, 2 at the rename, 2 in a load) of {outcomes.runs}"
+    outcomes.rows(bench, f"{kills} after which the adapter has the bits of the uninterrupted run", "kills")
     bench.finish()
 
 

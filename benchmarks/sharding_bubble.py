@@ -14,7 +14,6 @@ threads that send while the core computes, and the collectives that end an updat
 
 from __future__ import annotations
 
-import os
 import statistics
 import tempfile
 import time
@@ -22,9 +21,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks._harness import Benchmark
-from benchmarks._ranks import on_ranks
+from torch.distributed.pipelining import PipelineStage
+
+from benchmarks._harness import Benchmark, on_ranks
 from benchmarks.sharding_speed import ours, save_backbone
+from flatshift.finetune.parallel.pipeline import bubble_fraction
+from flatshift.finetune.parallel.pipeline.stage import StageModel
 
 PIECES = (4, 8, 16)
 RUNS, STEPS = 2, 2
@@ -41,10 +43,6 @@ Pass = tuple[str, int, int]
 
 def passes(**arguments: Any) -> dict[str, Any]:
     """`ours` on this rank, with the passes of its last update in order and the seconds that each kind took."""
-    from torch.distributed.pipelining import PipelineStage
-
-    from flatshift.finetune.parallel.pipeline.stage import StageModel
-
     seen: list[tuple[Pass, float]] = []
 
     def timed(cls: type, name: str, which: Any) -> None:
@@ -101,8 +99,6 @@ def _before(one: Pass, last: int) -> set[Pass]:
 
 def measure(bench: Benchmark, name: str, backbone: str, schedule: str, virtual: int, pieces: int, bar: bool) -> None:
     """The rows of one schedule and number of pieces."""
-    from flatshift.finetune.parallel.pipeline import bubble_fraction
-
     what = f"{name}, {schedule}, {pieces} pieces"
     mesh = {"pp": 2, "schedule": schedule, "virtual": virtual, "microbatches": 1}
     unit, formula = "idle ÷ busy", bubble_fraction(2, virtual, pieces, schedule)
@@ -113,21 +109,17 @@ def measure(bench: Benchmark, name: str, backbone: str, schedule: str, virtual: 
         )
         found.append(statistics.mean((rank["wall"] - rank["busy"]) / rank["busy"] for rank in ranks))
         wanted.append(untransferred(ranks))
-    bench.row(what, ours=found, peer=formula, peer_name="formula", unit=unit)
-    above = {"bar_op": "<=", "bar_value": ABOVE} if bar else {}
-    bench.row(f"{what}: above the formula", ours=[one - formula for one in found], unit=unit, **above)
-    bench.row(f"{what}: of it uneven passes", ours=[one - formula for one in wanted], unit=unit)
+    bench.row(what, unit, ours=found, peer=formula, peer_name="formula")
+    above = {"maximum": ABOVE} if bar else {}
+    bench.row(f"{what}: above the formula", unit, ours=[one - formula for one in found], **above)
+    bench.row(f"{what}: of it uneven passes", unit, ours=[one - formula for one in wanted])
     rest = [one - other for one, other in zip(found, wanted, strict=True)]
-    bench.row(f"{what}: of it transfers and the update's end", ours=rest, unit=unit)
+    bench.row(f"{what}: of it transfers and the update's end", unit, ours=rest)
 
 
 def main() -> None:
     """Measure all schedules and write benchmarks/results/sharding_bubble.json."""
     bench = Benchmark("sharding_bubble", packages=("torch",))
-    if (os.cpu_count() or 1) < 2:
-        bench.row("pp 2", unit="idle ÷ busy", reason="needs as many cores as ranks")
-        bench.finish()
-        return
     with tempfile.TemporaryDirectory() as even, tempfile.TemporaryDirectory() as uneven:
         save_backbone(even, **EVEN)
         save_backbone(uneven)

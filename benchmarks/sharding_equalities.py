@@ -12,14 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import sys
 import tempfile
 import time
-import traceback
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +38,7 @@ from benchmarks._equalities import (
     write_start,
 )
 from benchmarks._equalities_peers import NATIVE, natively, plainly
-from benchmarks._harness import Benchmark
+from benchmarks._harness import Benchmark, limit_threads, on_ranks
 from flatshift.finetune.config import Mesh
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.parallel.mesh import ProcessMesh
@@ -50,7 +46,6 @@ from flatshift.finetune.parallel.mesh import ProcessMesh
 BARS = {"loss": 3e-5, "gradients": 1e-5}
 FALL = 2 / 3
 """Last loss ÷ first loss, at most."""
-TIMEOUT_S = 300
 SUBJECTS = tuple(Subject(model, regularizer) for model in MODELS for regularizer in REGULARIZERS)
 CAUSAL = ("llama", "qwen3", "gpt2")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
@@ -62,13 +57,16 @@ def _layouts() -> tuple[Layout, ...]:
     def pipeline(pp: int) -> list[Layout]:
         return [Layout(f"pp {pp}, {schedule}", Mesh(pp=pp, schedule=schedule)) for schedule in SCHEDULES]  # type: ignore[arg-type]
 
+    def packed(name: str, mesh: Mesh | None = None, **more: Any) -> Layout:
+        return Layout(name, mesh or Mesh(), packed=True, whole=True, models=CAUSAL, **more)
+
     dp2, tp2, pp2, both = Mesh(dp=2), Mesh(tp=2), Mesh(pp=2), Mesh(dp=2, tp=2)
     three = Mesh(pp=2, dp=2, tp=2)
     half = STEPS // 2
     return (
         Layout("accumulate 2", accumulate=2),
         Layout("accumulate 4", accumulate=4),
-        Layout("packed", packed=True, whole=True, models=CAUSAL),
+        packed("packed"),
         Layout("stopped and resumed", others=(Mesh(),), stop=half),
         Layout("replicate 2 (DDP)", Mesh(replicate=2)),
         Layout("dp 2 (FSDP2)", dp2),
@@ -78,15 +76,15 @@ def _layouts() -> tuple[Layout, ...]:
         Layout("dp 2, adapters replicated", Mesh(dp=2, adapters="replicate")),
         Layout("dp 2, accumulate 2", dp2, accumulate=2),
         Layout("dp 2, blocks recomputed", dp2, checkpointing="full"),
-        Layout("dp 2, packed", dp2, packed=True, whole=True, models=CAUSAL),
+        packed("dp 2, packed", dp2),
         Layout("tp 2", tp2),
         Layout("tp 2, sequence parallel", Mesh(tp=2, sequence_parallel=True)),
-        Layout("tp 2, packed", tp2, packed=True, whole=True, models=CAUSAL),
+        packed("tp 2, packed", tp2),
         Layout("cp 2", Mesh(cp=2)),
-        Layout("cp 2, packed", Mesh(cp=2), packed=True, whole=True, models=CAUSAL),
+        packed("cp 2, packed", Mesh(cp=2)),
         *pipeline(2),
         Layout("pp 2, accumulate 4", pp2, accumulate=4),
-        Layout("pp 2, packed", pp2, packed=True, whole=True, models=CAUSAL),
+        packed("pp 2, packed", pp2),
         Layout("dp 2, stopped and resumed", dp2, (dp2,), stop=half),
         Layout("one process, resumed on dp 2", others=(dp2,), stop=half),
         Layout("dp 2, then tp 2, pp 2, one process", dp2, (tp2, pp2, Mesh()), stop=STEPS // 4),
@@ -101,7 +99,7 @@ def _layouts() -> tuple[Layout, ...]:
         Layout("cp 2 × tp 2", Mesh(cp=2, tp=2)),
         Layout("pp 2 × dp 2", Mesh(pp=2, dp=2)),
         Layout("pp 2 × tp 2", Mesh(pp=2, tp=2)),
-        Layout("dp 2 × tp 2, accumulate 2, packed", both, accumulate=2, packed=True, whole=True, models=CAUSAL),
+        packed("dp 2 × tp 2, accumulate 2, packed", both, accumulate=2),
         Layout("dp 2 × tp 2, resumed on pp 2 × dp 2", both, (Mesh(pp=2, dp=2),), stop=half),
         Layout("pp 2 × dp 2 × tp 2", three),
         Layout("pp 2 × dp 2 × tp 2, interleaved", replace(three, schedule="interleaved")),
@@ -109,9 +107,6 @@ def _layouts() -> tuple[Layout, ...]:
 
 
 LAYOUTS = _layouts()
-
-
-# --------------------------------------------------------------------------------------------- references
 
 
 def write_references(folder: Path, subjects: tuple[Subject, ...], layouts: tuple[Layout, ...]) -> dict[str, Any]:
@@ -145,9 +140,6 @@ def read_reference(folder: Path, subject: Subject, layout: Layout) -> Course:
     path = _reference(folder, subject, layout.reference)
     losses, norms = json.loads(path.with_suffix(".json").read_text())
     return Course(losses, norms, load_file(path.with_suffix(".safetensors")))
-
-
-# --------------------------------------------------------------------------------------------- cells
 
 
 _WORLDS: dict[tuple[int, ...], ProcessMesh] = {}
@@ -220,41 +212,10 @@ def cells(folder: str, ranks: int, layouts: tuple[Layout, ...], subjects: tuple[
     return found
 
 
-def _rank(rank: int, folder: str, ranks: int, layouts: tuple[Layout, ...], subjects: tuple[Subject, ...]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store-{ranks}",
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=TIMEOUT_S),
-    )
-    try:
-        found = cells(folder, ranks, layouts, subjects)
-        if rank == 0:
-            (Path(folder) / f"cells-{ranks}.json").write_text(json.dumps(found))
-        dist.barrier()
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    os._exit(0)  # no interpreter shutdown: gloo's threads may abort in it
-
-
-def measure(
-    layouts: tuple[Layout, ...], subjects: tuple[Subject, ...], folder: str
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """All cells, each world size spawned once; and the first and last loss of every subject in one process."""
-    falls = write_references(Path(folder), subjects, layouts)
-    found = cells(folder, 1, layouts, subjects)
-    for ranks in sorted({layout.ranks for layout in layouts} - {1}):
-        print(f"{ranks} processes", flush=True)
-        torch.multiprocessing.spawn(_rank, (folder, ranks, layouts, subjects), nprocs=ranks)
-        found += json.loads((Path(folder) / f"cells-{ranks}.json").read_text())
-    return found, falls
-
-
-# --------------------------------------------------------------------------------------------- results
+def cells_by_name(folder: str, ranks: int, names: list[str]) -> list[dict[str, Any]]:
+    """The same for processes that are started by name."""
+    layouts = tuple(layout for layout in LAYOUTS if layout.name in names)
+    return cells(folder, ranks, layouts, SUBJECTS)
 
 
 def main() -> None:
@@ -262,21 +223,21 @@ def main() -> None:
     parser.add_argument("--only", help="only layouts whose name contains this; nothing is written")
     only = parser.parse_args().only
     layouts = tuple(layout for layout in (PLAINLY, *LAYOUTS) if only is None or only in layout.name)
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ[name] = "1"
-    torch.set_num_threads(1)
+    limit_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        found, falls = measure(layouts, SUBJECTS, folder)
+        falls = write_references(Path(folder), SUBJECTS, layouts)
+        found = cells(folder, 1, layouts, SUBJECTS)
+        for ranks in sorted({layout.ranks for layout in layouts} - {1}):
+            print(f"{ranks} processes", flush=True)
+            names = [layout.name for layout in layouts]
+            call = {"folder": folder, "ranks": ranks, "names": names}  # the ranks are started once for all their cells
+            where = "benchmarks.sharding_equalities:cells_by_name"
+            found += on_ranks(where, ranks, wall_cap_s=6 * 3600, **call)[0]
     bench = Benchmark("sharding_equalities", packages=("torch", "transformers", "peft"))
     for layout in layouts:
         _rows(bench, layout, [each for each in found if each["layout"] == layout.name])
-    row = bench.row(
-        "loss of the last update ÷ the first, the largest of all columns",
-        unit="ratio",
-        ours=max(last / first for first, last in falls.values()),
-        bar_op="<=",
-        bar_value=FALL,
-    )
+    what = "loss of the last update ÷ the first, the largest of all columns"
+    row = bench.row(what, "ratio", ours=max(last / first for first, last in falls.values()), maximum=FALL)
     row["steps"] = STEPS
     row["cells"] = {subject: {"first": first, "last": last} for subject, (first, last) in falls.items()}
     if only is None:
@@ -292,14 +253,9 @@ def _rows(bench: Benchmark, layout: Layout, found: list[dict[str, Any]]) -> None
     for name in figures_of(layout):
         told = {each["subject"]: each[name] for each in found if name in each}
         absent = {each["subject"]: each["reason"] for each in found if "reason" in each}
-        row = bench.row(
-            f"{layout.name}: {name}, worst of {len(told)} cells",
-            unit=units[name],
-            ours=max(told.values(), default=None),
-            bar_op="<=",
-            bar_value=BARS[name],
-            reason=None if told else "; ".join(dict.fromkeys(absent.values())),
-        )
+        reason = None if told else "; ".join(dict.fromkeys(absent.values()))
+        worst, what = max(told.values(), default=None), f"{layout.name}: {name}, worst of {len(told)} cells"
+        row = bench.row(what, units[name], ours=worst, maximum=BARS[name], reason=reason)
         row |= {"layout": layout.name, "figure": name, "cells": told, "absent": absent}
 
 

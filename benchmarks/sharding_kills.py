@@ -21,10 +21,10 @@ import time
 from pathlib import Path
 
 from benchmarks._commands import (
+    QUICK,
     WAIT_S,
-    adapter,
+    Outcomes,
     children_of,
-    curve,
     finish,
     start,
     state_of,
@@ -35,26 +35,9 @@ from benchmarks._commands import (
 from benchmarks._harness import Benchmark
 
 RANKS, KILLS_A_RUN = 4, 5
-STEPS, SAVE_EVERY = 40, 3
-SETTINGS = {
-    "mesh.dp": 2,
-    "mesh.tp": 2,
-    "train.steps": STEPS,
-    "train.save_every": SAVE_EVERY,
-    "train.batch_size": 4,
-    "train.max_length": 32,
-    "train.max_cut": 1,
-    "train.threads": 1,
-    "train.precision": "fp32",
-    "train.device": "cpu",
-    "regularizer.kind": "ggpo",
-    "adapter.dropout": 0.05,
-    "data.train.limit": 200,
-    "data.dev.limit": 8,
-    "data.test.limit": 8,
-    "eval.bootstrap": 10,
-    "eval.train_limit": 0,
-}
+SETTINGS = f"""{QUICK} --eval.train_limit 0 --mesh.dp 2 --mesh.tp 2 --train.steps 40 --train.save_every 3
+    --train.batch_size 4 --train.max_length 32 --regularizer.kind ggpo --adapter.dropout 0.05
+    --data.train.limit 200 --data.dev.limit 8 --data.test.limit 8"""
 MOMENTS = ("start", "step", "step", "save", "load")
 LIMIT_S = 60.0
 
@@ -106,48 +89,29 @@ def main() -> None:
     wanted = parser.parse_args().kills
     bench = Benchmark("sharding_kills", packages=("torch", "transformers", "peft", "safetensors"))
     draw = random.Random(30)
-    kills = orderly = runs = same = curves = leftovers = 0
+    kills = orderly = 0
     slowest = 0.0
     with tempfile.TemporaryDirectory() as folder:
-        whole = Path(folder) / "whole"
-        finish(begin(whole))
+        outcomes = Outcomes(Path(folder) / "whole")
+        finish(begin(outcomes.whole))
         while kills < wanted:
-            runs += 1
-            out = Path(folder) / f"killed-{runs}"
-            hits = 0
+            run, hits = outcomes.runs + 1, 0
+            out = Path(folder) / f"killed-{run}"
             while hits < KILLS_A_RUN and kills < wanted:
-                moment = draw.choice(MOMENTS)
-                process = begin(out)
+                moment, process = draw.choice(MOMENTS), begin(out)
                 if not reach(process, out, moment, draw):
                     finish(process)
                     break  # it was done before the moment came
                 who, right, seconds = survive(process, draw)
                 hits, kills, orderly, slowest = hits + 1, kills + 1, orderly + right, max(slowest, seconds)
-                print(f"  {kills:2}. run {runs}, {moment}: {who}, gone after {seconds:.1f} s", flush=True)
+                print(f"  {kills:2}. run {run}, {moment}: {who}, gone after {seconds:.1f} s", flush=True)
             finish(begin(out))
-            equal = adapter(out) == adapter(whole)
-            same, curves = same + equal, curves + (curve(out) == curve(whole))
-            leftovers += len(list(out.rglob(".*.tmp")))
-            print(f"  run {runs} after {hits} kills: {'same bits' if equal else 'OTHER BITS'}", flush=True)
-    bench.row(
-        f"kills of {kills} (a random rank or the launcher) after which the job ended with one message and its code",
-        unit="kills",
-        ours=orderly,
-        bar_op="==",
-        bar_value=kills,
-    )
-    bench.row("slowest end of a job after a kill", unit="s", ours=slowest, bar_op="<=", bar_value=LIMIT_S)
-    bench.row(
-        f"runs of {runs}, together killed {kills} times, whose adapter has the bits of the undisturbed run",
-        unit="runs",
-        ours=same,
-        bar_op="==",
-        bar_value=runs,
-    )
-    bench.row(
-        "of these, runs whose whole loss curve is the same", unit="runs", ours=curves, bar_op="==", bar_value=runs
-    )
-    bench.row("temporary files left in finished runs", unit="files", ours=leftovers, bar_op="==", bar_value=0)
+            outcomes.add(out, f"run {run} after {hits} kills")
+    what = f"kills of {kills} (a random rank or the launcher) after which the job ended with one message and its code"
+    bench.row(what, "kills", ours=orderly, exactly=kills)
+    bench.row("slowest end of a job after a kill", "s", ours=slowest, maximum=LIMIT_S)
+    runs = f"runs of {outcomes.runs}, together killed {kills} times"
+    outcomes.rows(bench, f"{runs}, whose adapter has the bits of the undisturbed run", "runs")
     bench.finish()
 
 

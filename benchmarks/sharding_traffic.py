@@ -2,40 +2,124 @@
 
     python -m benchmarks.sharding_traffic
 
-A case holds if every kind of traffic has exactly the bytes of its formula (`benchmarks._sized`, where Ψ is the bytes of
-all weights and Ψ_l of the trained ones) and there is no other kind; calls of at most 64 bytes (losses, norms, verdicts)
-are counted in a row of their own. Bytes are of whole tensors (`benchmarks._collectives`); of a pipeline they are added
-up over its stages.
+A case holds if every kind of traffic has exactly the bytes of its formula (Ψ is the bytes of all weights and Ψ_l of the
+trained ones) and there is no other kind; calls of at most 64 bytes (losses, norms, verdicts) have a row of
+their own. Bytes are of whole tensors in one update of one micro-batch (`benchmarks._collectives`): what an all-gather
+makes, what a reduce-scatter or an all-reduce adds up, what is sent; of a pipeline added up over its stages.
 """
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks._collectives import SCALARS
-from benchmarks._harness import Benchmark
-from benchmarks._ranks import on_ranks
-from benchmarks._sized import (
-    GGPO_PROBES,
-    Bytes,
-    Sizes,
-    both,
-    ggpo_sharded,
-    ggpo_tensor,
-    pipeline,
-    save_backbone,
-    scattered,
-    sharded,
-    tensor,
-    tensor_by_tokens,
-    tensor_recomputed,
-    vocabulary,
-    whole_factors,
-)
+from benchmarks._collectives import SCALARS, Collectives
+from benchmarks._harness import Benchmark, on_ranks
+from benchmarks._sized import Sizes, Updates, save_backbone
+from flatshift.regularizers import GGPO
+
+PROBES = 4
+"""Of GGPO."""
+Bytes = dict[str, int]
+
+# --------------------------------------------------------------------------------------------- the formulas
+
+
+def sharded(s: Sizes, *, gathers: int = 2) -> Bytes:
+    """FSDP2: all weights `gathers` times, gradients of the adapters once, of frozen weights never."""
+    return {"dp all-gather": gathers * s.whole_bytes, "dp reduce-scatter": s.trained_bytes}
+
+
+def row_parallel(s: Sizes) -> int:
+    """Rows of the layers that tensor parallelism cuts by columns: two a block."""
+    return 2 * s.hidden * s.blocks
+
+
+def column_parallel(s: Sizes) -> int:
+    """Rows of the layers that it cuts by rows: five a block."""
+    return (3 * s.hidden + 2 * s.inner) * s.blocks
+
+
+def whole_factors(s: Sizes) -> int:
+    """Bytes of A of the five column-parallel and B of the two row-parallel layers of each block: their gradients are
+    summands on tensor-parallel ranks."""
+    return 4 * s.blocks * 7 * s.rank * s.hidden
+
+
+def vocabulary(s: Sizes) -> int:
+    """The embedding's sum, three scalars a supervised token of the cross entropy, and the gradient of its input; the
+    vocabulary's size is not in it."""
+    return s.states + 4 * s.trained_tokens * (3 + s.hidden)
+
+
+def tensor(s: Sizes) -> Bytes:
+    """Four all-reduces of the hidden states a block, of which the first block's first needs no gradient."""
+    return {"tp all-reduce": (4 * s.blocks - 1) * s.states + vocabulary(s) + whole_factors(s)}
+
+
+def tensor_by_tokens(s: Sizes) -> Bytes:
+    """Sequence parallelism: the same all-reduces as an all-gather and a reduce-scatter each, and one gather at the
+    end of the blocks."""
+    return {
+        "tp all-gather": (4 * s.blocks + 1) * s.states,
+        "tp reduce-scatter": (4 * s.blocks - 1) * s.states,
+        "tp all-reduce": vocabulary(s) + whole_factors(s),
+    }
+
+
+def tensor_recomputed(s: Sizes) -> Bytes:
+    """With whole blocks recomputed, the attention's sum in each of them once more; the block's last result is not
+    needed again."""
+    return {"tp all-reduce": tensor(s)["tp all-reduce"] + s.blocks * s.states}
+
+
+def pipeline(s: Sizes, *, stages: int, tp: int = 1) -> Bytes:
+    """Hidden states forward and their gradient back at every border; a tensor-parallel rank sends its share."""
+    return {"pp send": 2 * (stages - 1) * s.states // tp}
+
+
+def scattered(s: Sizes, *, stages: int = 2, tp: int = 2) -> Bytes:
+    """pp × tp: shares sent at every border, and gathered along tp where they arrive, forward and back."""
+    return {**pipeline(s, stages=stages, tp=tp), "tp all-gather": 2 * (stages - 1) * s.states}
+
+
+def both(s: Sizes, *, dp: int = 2, tp: int = 2) -> Bytes:
+    """dp × tp: a rank's share of every matrix is sharded; norms and whole factors are not divided by tp."""
+    norms = s.item * (2 * s.blocks + 1) * s.hidden
+    mine = norms + (s.frozen_bytes - norms) // tp + whole_factors(s) + (s.trained_bytes - whole_factors(s)) // tp
+    trained = whole_factors(s) + (s.trained_bytes - whole_factors(s)) // tp
+    summed = tensor(s)["tp all-reduce"] - whole_factors(s) + whole_factors(s) // dp
+    return {"dp all-gather": 2 * mine, "dp reduce-scatter": trained, "tp all-reduce": summed}
+
+
+def ggpo_sharded(s: Sizes, *, fresh: bool) -> Bytes:
+    """In every update the probes' gradients, one row of them for each row of each layer; when row norms are recomputed
+    also the adapters, gathered, and one number a row."""
+    layers, rows = 7 * s.blocks, column_parallel(s) + row_parallel(s)
+    base = sharded(s)
+    each = 4 * (PROBES * rows + layers)
+    if not fresh:
+        return {**base, "dp all-reduce": each}
+    return {
+        "dp all-gather": base["dp all-gather"] + s.trained_bytes,
+        "dp reduce-scatter": base["dp reduce-scatter"],
+        "dp all-reduce": each + 4 * rows,
+    }
+
+
+def ggpo_tensor(s: Sizes, *, fresh: bool) -> Bytes:
+    """The probes' gradients of row-parallel layers, two means a column-parallel layer, and with new row norms one
+    number a row of the row-parallel layers."""
+    means = 4 * 2 * 5 * s.blocks
+    added = 4 * PROBES * row_parallel(s) + means + (4 * row_parallel(s) if fresh else 0)
+    return {"tp all-reduce": tensor(s)["tp all-reduce"] + added}
+
+
+# --------------------------------------------------------------------------------------------- the cases
 
 
 @dataclass(frozen=True)
@@ -51,10 +135,7 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        width = 1
-        for axis in ("replicate", "dp", "tp", "pp"):
-            width *= self.mesh.get(axis, 1)
-        return width
+        return math.prod(self.mesh.get(axis, 1) for axis in ("replicate", "dp", "tp", "pp"))
 
 
 def cases() -> list[Case]:
@@ -105,11 +186,7 @@ def cases() -> list[Case]:
         Case("dp 2 × tp 2", {"dp": 2, "tp": 2}, both),
         Case("tp 4", {"tp": 4}, tensor),
         Case("pp 4", {"pp": 4}, lambda s: pipeline(s, stages=4), replace(plain, rows=4)),
-        Case(
-            "pp 2 × dp 2",
-            {"pp": 2, "dp": 2},
-            lambda s: {**sharded(s, gathers=1), **pipeline(s, stages=2)},
-        ),
+        Case("pp 2 × dp 2", {"pp": 2, "dp": 2}, lambda s: {**sharded(s, gathers=1), **pipeline(s, stages=2)}),
         Case("pp 2 × tp 2", {"pp": 2, "tp": 2}, lambda s: {**tensor(s), **scattered(s)}),
         Case(
             "pp 2 × tp 2, tokens split",
@@ -124,58 +201,17 @@ def cases() -> list[Case]:
 
 def count(backbone: str, mesh: dict[str, Any], sizes: dict[str, Any], settings: dict[str, Any]) -> dict[str, list[int]]:
     """What one update of this rank sends: `{"axis kind": [bytes, calls]}`. The process group is as large as `mesh`."""
-    import contextlib
-
-    import torch
-
-    from benchmarks._collectives import Collectives
-    from flatshift.finetune.compute.micro_batch import MicroBatch
-    from flatshift.finetune.compute.precision import autocast
-    from flatshift.finetune.config import Adapter, Mesh, Optimizer, Train
-    from flatshift.finetune.parallel.build import build_engine
-    from flatshift.finetune.parallel.mesh import ProcessMesh
-    from flatshift.finetune.tasks import LanguageModel
-    from flatshift.finetune.train.optimizer import AdapterOptimizer
-    from flatshift.regularizers import GGPO, Plain, build
-
-    s, layout, task = Sizes(**sizes), Mesh(**mesh), LanguageModel(pack=False)
-    world = ProcessMesh.of(layout, torch.device("cpu"))
-    train = Train(
-        max_length=s.tokens,
-        batch_size=s.rows * world.width("replicate", "dp"),
-        checkpointing=settings.get("checkpointing", "none"),
-        precision=settings.get("precision", "fp32"),
-    )
-    engine = build_engine(backbone, task=task, adapter=Adapter(rank=s.rank), train=train, mesh=layout, world=world)
-    optimizer = AdapterOptimizer(engine.parameters, Optimizer())
-    guided = settings.get("ggpo")
-    regularizer = build(Plain() if guided is None else GGPO(probes=GGPO_PROBES))
-    regularizer.attach(engine.model, seed=0, total_steps=9, placement=engine.placement)
-    engine.model.train()
-    ids = torch.randint(1, s.vocabulary, (s.rows, s.tokens), generator=torch.Generator().manual_seed(0))
-    labels = ids.clone()
-    labels[:, 0] = -100
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    micro = MicroBatch(inputs, labels, s.supervised, s.rows, tuple((i,) for i in range(s.rows)))
-    micros = [micro] * settings.get("accumulate", 1)
-    supervised = s.supervised * len(micros) * world.width("replicate", "dp")
-    with autocast(train, engine.device):
-        head = engine.find_head(inputs, task=task)
-    engine.reshard()
+    s, train = Sizes(**sizes), dict(settings)
+    guided = train.pop("ggpo", None)
+    shape = {"vocabulary": s.vocabulary, "rows": s.rows, "tokens": s.tokens, "rank": s.rank}
+    regularizer = None if guided is None else GGPO(probes=PROBES)
+    updates = Updates(backbone, mesh, regularizer=regularizer, **shape, **train)
+    updates.find_head()
     # FSDP2 and the pipeline set themselves up in the first update; with GGPO it also is the one with new row norms
     for step in range(1 if guided == 0 else 2):
-        with Collectives(world) as seen:
-            with regularizer.step(step):
-                engine.forward_backward(
-                    micros,
-                    supervised,
-                    task=task,
-                    head=head,
-                    context=lambda _: contextlib.nullcontext() if guided is None else autocast(train, engine.device),
-                )
-            engine.clip(1.0)
-            optimizer.step(1e-3)
-    regularizer.detach()
+        with Collectives(updates.world) as seen:
+            updates(step)
+    updates.regularizer.detach()
     return seen.figures()
 
 
@@ -218,14 +254,12 @@ def main() -> None:
         seen, volumes = found[case.name], case.expected(case.sizes)
         for kind, size in volumes.items():
             calls = seen.get(kind, [0, 0])[1]
-            bench.row(
-                f"{case.name}: {kind}, {calls:.0f} calls", ours=seen.get(kind, [0, 0])[0], peer=size,
-                peer_name="formula", unit="bytes", bar_op="==", bar_value=1.0,
-            )  # fmt: skip
+            what = f"{case.name}: {kind}, {calls:.0f} calls"
+            bench.row(what, "bytes", ours=seen.get(kind, [0, 0])[0], peer=size, peer_name="formula", exactly=1.0)
         strangers += sum(not kind.endswith(SCALARS) for kind in seen.keys() - volumes.keys())
         scalars = max(scalars, sum(value[1] for kind, value in seen.items() if kind.endswith(SCALARS)))
-    bench.row("kinds of traffic that no formula has", ours=strangers, unit="kinds", bar_op="==", bar_value=0)
-    bench.row("calls of at most 64 bytes in an update, the most of any case", ours=scalars, unit="calls")
+    bench.row("kinds of traffic that no formula has", "kinds", ours=strangers, exactly=0)
+    bench.row("calls of at most 64 bytes in an update, the most of any case", "calls", ours=scalars)
     _in_words(bench, found)
     bench.finish()
 
@@ -237,47 +271,48 @@ def _in_words(bench: Benchmark, found: dict[str, dict[str, list[float]]]) -> Non
     def size(case: str, kind: str) -> float:
         return found[case].get(kind, [0.0, 0.0])[0]
 
-    for case, volume in (("dp 2", 2.0), ("dp 4", 2.0), ("dp 2, weights kept gathered", 1.0)):
-        bench.row(
-            f"{case}: all-gathered in an update", ours=size(case, "dp all-gather") / s.whole_bytes, unit="Ψ",
-            bar_op="==", bar_value=volume,
-        )  # fmt: skip
-    frozen = size("dp 2", "dp reduce-scatter") - s.trained_bytes
-    bench.row("dp 2: reduced for frozen weights", ours=frozen, unit="bytes", bar_op="==", bar_value=0)
+    reduced, gathered, sums = "dp reduce-scatter", "dp all-gather", "tp all-reduce"
+    factors, sent = whole_factors(s), size("pp 2", "pp send")
     between = size("replicate 2 × dp 2", "replicate all-reduce") / (s.trained_bytes / 2)
-    bench.row(
-        "replicate 2 × dp 2: along replicate, of a rank's shard of Ψ_l", ours=between, unit="Ψ_l ÷ dp",
-        bar_op="==", bar_value=1,
-    )  # fmt: skip
-    for how in ("", ", tokens split"):
-        share = size(f"pp 2 × tp 2{how}", "pp send") / size("pp 2", "pp send")
-        bench.row(
-            f"pp 2 × tp 2{how}: a rank sends to the next stage, of what it sends without tp", ours=share, unit="share",
-            bar_op="==", bar_value=0.5,
-        )  # fmt: skip
+    deeper = size("tp 2, twice the blocks", sums) - size("tp 2", sums)
+    for what, unit, ours, wanted in (
+        *(
+            (f"{case}: all-gathered in an update", "Ψ", size(case, gathered) / s.whole_bytes, volume)
+            for case, volume in (("dp 2", 2.0), ("dp 4", 2.0), ("dp 2, weights kept gathered", 1.0))
+        ),
+        ("dp 2: reduced for frozen weights", "bytes", size("dp 2", reduced) - s.trained_bytes, 0),
+        ("replicate 2 × dp 2: along replicate, of a rank's shard of Ψ_l", "Ψ_l ÷ dp", between, 1),
+        *(
+            (
+                f"pp 2 × tp 2{how}: a rank sends to the next stage, of what it sends without tp",
+                "share",
+                size(f"pp 2 × tp 2{how}", "pp send") / sent,
+                0.5,
+            )
+            for how in ("", ", tokens split")
+        ),
+        (
+            "tp 2: all-reduced for four more blocks, less the gradients of whole factors",
+            "B·T·D a block",
+            (deeper - factors) / s.blocks / s.states,
+            4,
+        ),
+        (
+            "tp 2: more for twice the vocabulary",
+            "bytes",
+            size("tp 2, twice the vocabulary", sums) - size("tp 2", sums),
+            0,
+        ),
+    ):
+        bench.row(what, unit, ours=ours, exactly=wanted)
     for ranks in (2, 4):
-        elements = (size(f"tp {ranks}", "tp all-reduce") - vocabulary(s) - whole_factors(s)) / s.states
-        sent = (elements + 1) / s.blocks * 2 * (ranks - 1) / ranks
-        bench.row(
-            f"tp {ranks}: sent for activations of a block, ring", ours=sent, peer=8 * (ranks - 1) / ranks,
-            peer_name="8 (t − 1)/t", unit="B·T·D", bar_op="==", bar_value=1.0,
-        )  # fmt: skip
-    deeper = size("tp 2, twice the blocks", "tp all-reduce") - size("tp 2", "tp all-reduce")
-    bench.row(
-        "tp 2: all-reduced for four more blocks, less the gradients of whole factors",
-        ours=(deeper - whole_factors(s)) / s.blocks / s.states, unit="B·T·D a block", bar_op="==", bar_value=4,
-    )  # fmt: skip
-    wider = size("tp 2, twice the vocabulary", "tp all-reduce") - size("tp 2", "tp all-reduce")
-    bench.row("tp 2: more for twice the vocabulary", ours=wider, unit="bytes", bar_op="==", bar_value=0)
-    logits = 4 * s.supervised * s.vocabulary
-    scalars = size("tp 2", "tp all-reduce") - 4 * s.blocks * s.states - 4 * s.supervised * s.hidden - whole_factors(s)
-    bench.row(
-        "tp 2: for the cross entropy, less the gradient of its input",
-        ours=scalars,
-        peer=logits,
-        peer_name="gathered logits",
-        unit="bytes",
-    )
+        elements = (size(f"tp {ranks}", sums) - vocabulary(s) - factors) / s.states
+        ring, formula = (elements + 1) / s.blocks * 2 * (ranks - 1) / ranks, 8 * (ranks - 1) / ranks
+        what = f"tp {ranks}: sent for activations of a block, ring"
+        bench.row(what, "B·T·D", ours=ring, peer=formula, peer_name="8 (t − 1)/t", exactly=1.0)
+    scalars = size("tp 2", sums) - 4 * s.blocks * s.states - 4 * s.trained_tokens * s.hidden - factors
+    what, logits = "tp 2: for the cross entropy, less the gradient of its input", 4 * s.trained_tokens * s.vocabulary
+    bench.row(what, "bytes", ours=scalars, peer=logits, peer_name="gathered logits")
     for case, base, kinds in (
         ("GGPO, dp 2", "dp 2", ("dp all-gather", "dp reduce-scatter", "dp all-reduce")),
         ("GGPO, tp 2", "tp 2", ("tp all-reduce",)),
@@ -286,7 +321,7 @@ def _in_words(bench: Benchmark, found: dict[str, dict[str, list[float]]]) -> Non
         fresh = sum(size(f"{case}, new row norms", kind) - size(base, kind) for kind in kinds)
         mean = (15 * each + fresh) / 16
         plain = sum(size(base, kind) for kind in kinds)
-        bench.row(f"{case}: added to an update, mean of 16", ours=mean, peer=plain, peer_name="plain", unit="bytes")
+        bench.row(f"{case}: added to an update, mean of 16", "bytes", ours=mean, peer=plain, peer_name="plain")
 
 
 if __name__ == "__main__":

@@ -25,26 +25,13 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from benchmarks._commands import WAIT_S, children_of, finish, flags, start, wait_until
+from benchmarks._commands import QUICK, WAIT_S, children_of, finish, start, wait_until
 from benchmarks._harness import Benchmark
 
 JOBS, KILLS_A_SWEEP, LEASE_S = 4, 10, 4
 RANKS, SEEDS = (1, 2, 3, 4, 6, 8), 4
-SETTINGS = {
-    "train.steps": 3,
-    "train.batch_size": 2,
-    "train.max_length": 16,
-    "train.max_cut": 1,
-    "train.threads": 1,
-    "train.device": "cpu",
-    "train.precision": "fp32",
-    "adapter.dropout": 0.05,
-    "data.train.limit": 24,
-    "data.test.limit": 16,
-    "eval.bootstrap": 5,
-    "record.per_doubling": 1,
-    "record.heldout_rows": 8,
-}
+SETTINGS = f"""{QUICK} --train.steps 3 --train.batch_size 2 --train.max_length 16 --adapter.dropout 0.05
+    --data.train.limit 24 --data.test.limit 16 --record.per_doubling 1 --record.heldout_rows 8"""
 VICTIMS = ("worker", "worker", "main", "all")
 _ASIDE = ("seconds", "time_s", "record_s", "code")
 """Columns that are no figures: times, and the fingerprint of a source tree that may be edited meanwhile."""
@@ -53,7 +40,7 @@ _ASIDE = ("seconds", "time_s", "record_s", "code")
 def begin(out: Path, *more: str, jobs: int = JOBS) -> subprocess.Popen[str]:
     """The public command of the sweep into `out`, begun or gone on with, in a process group of its own."""
     grid = ["--grid", f"adapter.rank={','.join(map(str, RANKS))}", "--seeds", str(SEEDS), "--jobs", str(jobs), *more]
-    words = ["sweep", "double-descent", "--out", str(out), *grid, *flags(SETTINGS)]
+    words = ["sweep", "double-descent", "--out", str(out), *grid, *SETTINGS.split()]
     return start(*words, stderr=out.with_suffix(".err").open("ab"), start_new_session=True)
 
 
@@ -155,6 +142,8 @@ def tables(out: Path) -> list[dict[str, list]]:
 class Tally:
     """What a campaign of kills came to."""
 
+    whole: Path
+    """The sweep that nothing happened to."""
     kills: int = 0
     sweeps: int = 0
     lost: int = 0
@@ -162,71 +151,65 @@ class Tally:
     same: int = 0
     leftovers: int = 0
 
-    def add(self, watch: Watch, whole: Path, hits: int) -> None:
+    def hit(self, watch: Watch, who: str) -> None:
+        """A kill."""
+        self.kills += 1
+        print(f"  {self.kills:2}. sweep {self.sweeps}: {who}, {len(watch.segments[-1][1])} done", flush=True)
+
+    def add(self, watch: Watch) -> None:
         """A sweep that came to its end."""
-        out = watch.out
-        keys = [{path.parent.name for path in one.glob("cells/*/result.json")} for one in (whole, out)]
-        equal = tables(out) == tables(whole)
+        keys = [{path.parent.name for path in one.glob("cells/*/result.json")} for one in (self.whole, watch.out)]
+        equal = tables(watch.out) == tables(self.whole)
         self.lost += len(keys[0] - keys[1])
         self.again += watch.again()
         self.same += equal
-        self.leftovers += len(list(out.rglob(".*.tmp"))) + len(list(out.glob(".claims")))
-        print(f"  sweep {self.sweeps} after {hits} kills: {'same tables' if equal else 'OTHER TABLES'}", flush=True)
+        self.leftovers += len(list(watch.out.rglob(".*.tmp"))) + len(list(watch.out.glob(".claims")))
+        print(f"  sweep {self.sweeps}: {'same tables' if equal else 'OTHER TABLES'}", flush=True)
 
     def rows(self, bench: Benchmark, title: str) -> None:
         """A row for each promise."""
         title = f"after {self.kills} kills ({title}) of {self.sweeps} sweeps of {len(RANKS) * SEEDS} cells"
-        bench.row(f"{title}: cells lost", unit="cells", ours=self.lost, bar_op="==", bar_value=0)
-        bench.row(f"{title}: cells run twice", unit="cells", ours=self.again, bar_op="==", bar_value=0)
-        bench.row(
-            f"{title}: sweeps with the tables of cells and steps of the undisturbed one, bit for bit",
-            unit="sweeps",
-            ours=self.same,
-            bar_op="==",
-            bar_value=self.sweeps,
-        )
-        bench.row(f"{title}: files left over", unit="files", ours=self.leftovers, bar_op="==", bar_value=0)
+        bench.row(f"{title}: cells lost", "cells", ours=self.lost, exactly=0)
+        bench.row(f"{title}: cells run twice", "cells", ours=self.again, exactly=0)
+        same = f"{title}: sweeps with the tables of cells and steps of the undisturbed one, bit for bit"
+        bench.row(same, "sweeps", ours=self.same, exactly=self.sweeps)
+        bench.row(f"{title}: files left over", "files", ours=self.leftovers, exactly=0)
 
 
-def of_one_host(folder: Path, whole: Path, wanted: int, draw: random.Random) -> Tally:
+def kill_one_host(folder: Path, found: Tally, wanted: int, draw: random.Random) -> Tally:
     """Kills of a worker, the main process, or all."""
-    found = Tally()
     while found.kills < wanted:
         found.sweeps += 1
-        out = folder / f"killed-{found.sweeps}"
-        watch, hits = Watch(out), 0
-        process, hit = begin(out), set[str]()
-        while hits < KILLS_A_SWEEP and found.kills < wanted and reach(process, watch, draw):
+        watch, last = Watch(folder / f"killed-{found.sweeps}"), min(found.kills + KILLS_A_SWEEP, wanted)
+        process, hit = begin(watch.out), set[str]()
+        while found.kills < last and reach(process, watch, draw):
             if (who := kill(process, watch, hit, draw)) is None:
                 continue
-            hits, found.kills = hits + 1, found.kills + 1
-            print(f"  {found.kills:2}. sweep {found.sweeps}: {who}, {len(watch.segments[-1][1])} done", flush=True)
+            found.hit(watch, who)
             if who != "worker":
-                process, hit = begin(out), set()
-        end(process, out)
-        found.add(watch, whole, hits)
+                process, hit = begin(watch.out), set()
+        end(process, watch.out)
+        found.add(watch)
     return found
 
 
-def of_hosts(folder: Path, whole: Path, wanted: int, draw: random.Random) -> Tally:
+def kill_two_hosts(folder: Path, found: Tally, wanted: int, draw: random.Random) -> Tally:
     """Kills of one of two process groups that share a sweep's directory; it comes back at once."""
-    found, shared = Tally(), ("--shared", "--lease", str(LEASE_S))
+    shared = ("--shared", "--lease", str(LEASE_S))
     while found.kills < wanted:
         found.sweeps += 1
-        out = folder / f"shared-{found.sweeps}"
-        watch, hits = Watch(out), 0
-        hosts = [begin(out, *shared, jobs=2) for _ in range(2)]
-        while hits < KILLS_A_SWEEP and found.kills < wanted and reach(hosts[draw.randrange(2)], watch, draw):
+        watch, last = Watch(folder / f"shared-{found.sweeps}"), min(found.kills + KILLS_A_SWEEP, wanted)
+        hosts = [begin(watch.out, *shared, jobs=2) for _ in range(2)]
+        while found.kills < last and reach(hosts[draw.randrange(2)], watch, draw):
             number = draw.randrange(2)
             os.killpg(hosts[number].pid, signal.SIGKILL)
             hosts[number].wait(timeout=WAIT_S)
             watch.killed()
-            hits, found.kills = hits + 1, found.kills + 1
-            print(f"  {found.kills:2}. sweep {found.sweeps}: host, {len(watch.segments[-1][1])} done", flush=True)
-            hosts[number] = begin(out, *shared, jobs=2)
+            found.hit(watch, "host")
+            hosts[number] = begin(watch.out, *shared, jobs=2)
         for host in hosts:
-            end(host, out)
-        found.add(watch, whole, hits)
+            end(host, watch.out)
+        found.add(watch)
     return found
 
 
@@ -241,9 +224,10 @@ def main() -> None:
         folder, draw = Path(name), random.Random(60)
         whole = folder / "whole"
         end(begin(whole), whole)
-        one = of_one_host(folder, whole, asked.kills, draw)
+        one = kill_one_host(folder, Tally(whole), asked.kills, draw)
         one.rows(bench, f"a worker of {JOBS}, the main process, or all")
-        of_hosts(folder, whole, asked.hosts, draw).rows(bench, f"one of two hosts, leases of {LEASE_S} s")
+        two = kill_two_hosts(folder, Tally(whole), asked.hosts, draw)
+        two.rows(bench, f"one of two hosts, leases of {LEASE_S} s")
     bench.finish()
 
 

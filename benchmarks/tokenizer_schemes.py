@@ -35,11 +35,11 @@ def main() -> None:
         scheme: [cell["bits_per_byte"] for _, cell in sorted(found["cells"].items())]
         for scheme, found in document["models"].items()
     }
-    bench.row(f"{first}, bits per byte", ours=bits[first], unit="bits/byte")
+    bench.row(f"{first}, bits per byte", "bits/byte", ours=bits[first])
     for scheme in others:
-        bench.row(f"{scheme}, bits per byte", ours=bits[scheme], peer=bits[first], peer_name=first, unit="bits/byte")
+        bench.row(f"{scheme}, bits per byte", "bits/byte", ours=bits[scheme], peer=bits[first], peer_name=first)
     for scheme, found in document["tokenizers"].items():
-        bench.row(f"{scheme}, tokens per word", ours=found["all"]["tokens_per_word"], unit="tokens/word")
+        bench.row(f"{scheme}, tokens per word", "tokens/word", ours=found["all"]["tokens_per_word"])
     bench.finish()
 
 

@@ -11,16 +11,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from .atomic import json_text, read_json_object, write_json
-from .errors import UserError
+from .errors import UserError, shorten
 
 DONE, FILES = "done.json", "files"
 _SEAL = "seal"
+_ELSEWHERE = "state"
+"""Folder of a run that may be a link to another disk: no command copies or prints what is in it."""
 
 
 def file_sha256(file: Path) -> str:
@@ -64,6 +68,7 @@ def verify_sealed(file: Path, record: Mapping[str, Any], *, fix: str) -> dict[st
     if not isinstance(seal, dict) or file.name not in seal:
         raise UserError(f"{file}: {_SEAL!r} is not a mapping of names to SHA-256; {fix}")
     for name, expected in seal.items():
+        _check_name(name, file)
         path = file.parent / name
         if (record_digest(plain) if name == file.name else _listed_digest(path, file.name, fix)) != expected:
             raise UserError(f"{path} is not what was saved (SHA-256 in {file.name}); {fix}")
@@ -77,11 +82,36 @@ def _listed_digest(file: Path, record: str, fix: str) -> str:
         raise UserError(f"{file}: {error.strerror}, but {record} lists it; {fix}") from None
 
 
-def check_files(folder: Path, is_required: Callable[[str], bool] = lambda name: True) -> None:
-    """Raise UserError if a file of `folder` is missing or differs from `folder`/done.json; without done.json all pass.
+def _check_name(name: str, record: Path) -> None:
+    """Raise UserError for a name in `record` by which a stranger's directory reaches files outside it."""
+    if (path := PurePosixPath(name)).is_absolute() or ".." in path.parts:
+        raise UserError(f"{record}: lists {shorten(name)!r}, which is no file of its directory; take it out")
 
-    is_required: predicate on names; only these files are checked.
+
+def check_entries(folder: Path) -> None:
+    """Raise UserError for a link that leads out of `folder`, a FIFO, socket or device below it: by such a name a
+    stranger's directory could have the user's files printed, copied or uploaded, or wait for ever."""
+    root = os.path.realpath(folder)
+    for parent, names, files in os.walk(folder):
+        for path in (Path(parent, name) for name in (*names, *files)):
+            try:
+                mode = path.lstat().st_mode
+            except FileNotFoundError:  # another process has removed it
+                continue
+            own = stat.S_ISREG(mode) or stat.S_ISDIR(mode)
+            if stat.S_ISLNK(mode):
+                own = Path(os.path.realpath(path)).is_relative_to(root) or path == folder / _ELSEWHERE
+            if not own:
+                raise UserError(f"{path} is a link or no plain file; put a copy in its place, or remove it")
+
+
+def check_files(folder: Path, is_required: Callable[[str], bool] = lambda name: True) -> None:
+    """Raise UserError if a file of `folder` is missing or differs from `folder`/done.json, and as `check_entries`;
+    without done.json all files pass.
+
+    is_required: predicate on names; only these files are compared.
     """
+    check_entries(folder)
     record = folder / DONE
     if not record.is_file():
         if record.exists() or record.is_symlink():
@@ -91,6 +121,7 @@ def check_files(folder: Path, is_required: Callable[[str], bool] = lambda name: 
     if not isinstance(recorded, dict) or not all(isinstance(value, str) for value in recorded.values()):
         raise UserError(f"{record}: {FILES!r} is not a mapping of names to SHA-256; restore it, or make the run again")
     for name, expected in recorded.items():
+        _check_name(name, record)
         if not is_required(name):
             continue
         actual = _listed_digest(folder / name, DONE, fix="restore it, or make it again")

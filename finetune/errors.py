@@ -6,7 +6,9 @@ import errno
 import os
 import re
 import signal
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, TextIO
 
 from .redaction import redact_urls
 
@@ -134,6 +136,27 @@ def escape_control_characters(text: str) -> str:
     """Escape what would steer a terminal in `text` from a user's file, a name or a model, as in JSON (`\\u001b`), so
     that JSON stays equivalent."""
     return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+class EscapedStream:
+    """Text stream that escapes what would steer a terminal: texts, names and answers come from untrusted sources.
+
+    `unescaped` is the stream for programs that draw with control sequences of their own.
+    """
+
+    def __init__(self, stream: TextIO, *, redact: bool = False) -> None:
+        """redact: also remove passwords and signatures from addresses."""
+        self._stream, self._redact = stream, redact
+        self.unescaped: TextIO = getattr(stream, "unescaped", stream)
+
+    def write(self, text: str) -> int:
+        return self._stream.write(escape_control_characters(redact_urls(text) if self._redact else text))
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        self.write("".join(lines))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def format_error_message(text: str, maximum: int = SENTENCE) -> str:

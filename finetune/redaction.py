@@ -19,7 +19,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 _SCHEME = r"[A-Za-z][A-Za-z0-9+.-]{1,20}:/{1,2}"  # pathlib leaves one slash; bounded, so that long words are read once
-_SCHEME_START = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{1,20}://")
+_SCHEME_START = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]{1,20}::?){1,5}//")  # also chained, as simplecache::https://
 _ADDRESS = re.compile(rf"{_SCHEME}(?:(?![,'`]{{1,4}}{_SCHEME})[^\s\"<>])+")
 """Address in a text, up to a space, a double quote, or the next address of a list."""
 _AFTER = ".,;:!'`)]}"

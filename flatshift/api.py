@@ -36,11 +36,9 @@ Overrides = Mapping[str, Any]
 
 def draw_report(directory: Path, *parts: Path) -> Path:
     """Draw `plots/` and `report.html` of a finished directory, or one page from its `parts`; return the page's path."""
-    from flatshift.experiments.report import build_report, write_plots
+    from flatshift.experiments.report import build_report
 
-    if not parts:
-        write_plots(directory)
-    return build_report(list(parts) or [directory], out=directory / "report.html")
+    return build_report(list(parts) or [directory], out=directory / "report.html", plots=not parts)
 
 
 def load_recipe(reference: str | Path | None = None, overrides: Overrides | None = None) -> Resolved:

@@ -18,7 +18,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import TextIO, cast
 
 from flatshift import commands
 
@@ -74,28 +74,6 @@ def _check_local_output(argv: Sequence[str]) -> None:
             )
 
 
-class _EscapedStream:
-    """Text stream that escapes terminal control sequences: texts, names and answers come from untrusted sources."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        from flatshift.finetune.errors import escape_control_characters
-
-        return self._stream.write(escape_control_characters(text))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-def _escape_output(argv: Sequence[str]) -> contextlib.AbstractContextManager[Any]:
-    """Send a command's stdout through `printable`, except for the colours of `--help`."""
-    if {"-h", "--help"} & {*argv}:
-        return contextlib.nullcontext()
-    return contextlib.redirect_stdout(cast("TextIO", _EscapedStream(sys.stdout)))
-
-
 def _report_os_error(error: Exception, argv: Sequence[str]) -> int:
     """Report trouble with the disk or with a path the user named; anything else as our bug."""
     from flatshift.finetune.errors import describe_disk_error, format_error_message, is_disk_full
@@ -124,6 +102,13 @@ def _report_exit(message: str, code: int, *, patient: bool = False) -> int:
 
 def run(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code; never raises."""
+    from flatshift.finetune.errors import EscapedStream
+
+    with contextlib.redirect_stderr(cast("TextIO", EscapedStream(sys.stderr, redact=True))):  # for libraries
+        return _run(argv)
+
+
+def _run(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_usage_text())
         return 0 if argv else 2
@@ -139,14 +124,23 @@ def run(argv: Sequence[str]) -> int:
         print(f"flatshift: error: unknown command {name[:80]!a}; {hint}", file=sys.stderr)
         return 2
 
-    from flatshift.finetune.errors import Interrupted, OutOfMemory, UserError, first_error_line, format_error_message
+    from flatshift.finetune.errors import (
+        EscapedStream,
+        Interrupted,
+        OutOfMemory,
+        UserError,
+        first_error_line,
+        format_error_message,
+    )
     from flatshift.regularizers.config import RegularizerError
     from flatshift.selection.errors import SelectionError
 
     try:
         _check_encoding(argv)
         _check_local_output(argv)
-        with _escape_output(argv):
+        with contextlib.ExitStack() as stack:
+            if not {"-h", "--help"} & {*argv}:  # whose colours are its own
+                stack.enter_context(contextlib.redirect_stdout(cast("TextIO", EscapedStream(sys.stdout))))
             return commands.run(name, list(argv[1:]))
     except (UserError, SelectionError, RegularizerError) as error:
         return _report_exit(f"error: {format_error_message(str(error))}", 2)

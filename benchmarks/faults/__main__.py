@@ -2,10 +2,10 @@
 
     python -m benchmarks.faults                          # everything; hours on two cores
     python -m benchmarks.faults crash power --most 600   # these groups, so many faults of each, drawn by --seed
-    python -m benchmarks.faults crash --only select      # one command (`benchmarks.faults.scenarios`)
+    python -m benchmarks.faults crash --only select      # one command, kind, parser or input, by its name
 
 Groups that are not run keep the rows that this machine made. Each row counts what was not survived, and its bar is
-none.
+none. A group is a module here with `rows(bench, *, most, seed, only)`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ GROUPS = {
     "tamper": "every file of a run damaged, for every command that reads it",
     "inputs": "bad input",
     "mutations": "mutations of every parser's input",
+    "doors": "what a stranger sends, or leaves to be read",
 }
 
 
@@ -32,7 +33,7 @@ def main() -> None:
     parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(GROUPS)}; none: all")
     parser.add_argument("--most", type=int, help="faults of a group at most")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
-    parser.add_argument("--only", action="append", default=[], help="command of crash and power, by its name")
+    parser.add_argument("--only", action="append", default=[], help="case of the groups, by its name")
     chosen = parser.parse_args()
     if unknown := sorted(set(chosen.groups) - set(GROUPS)):
         parser.error(f"{unknown[0]} is no group; known: {', '.join(GROUPS)}")
@@ -43,7 +44,7 @@ def main() -> None:
 
 def _measure(name: str, chosen: argparse.Namespace, bench: Benchmark) -> None:
     print(f"{name}: {GROUPS[name]}", flush=True)
-    more = {"only": chosen.only} if chosen.only and name in ("crash", "power") else {}
+    more = {"only": chosen.only} if chosen.only else {}
     first = len(bench.rows)
     importlib.import_module(f"benchmarks.faults.{name}").rows(bench, most=chosen.most, seed=chosen.seed, **more)
     for row in bench.rows[first:]:

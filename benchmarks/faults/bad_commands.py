@@ -9,17 +9,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.faults.bad_inputs import (
-    DIGITS,
-    MANY,
-    TRAIN,
-    BadInput,
-    Prepare,
-    good,
-    piped,
-    recipe,
-    write_bytes,
-)
+from benchmarks.faults.bad_inputs import DIGITS, MANY, TRAIN, BadInput, Prepare, files, good, piped, recipe
 
 
 def bad_commands(root: Path) -> list[BadInput]:
@@ -82,12 +72,7 @@ def _settings(root: Path) -> Iterator[BadInput]:
                 text = "".join(f"{'  ' * i}{part}:\n" for i, part in enumerate(block.split(".")))
                 text += f"{'  ' * len(block.split('.'))}{name}: {value}\n"
             if number % 2 == 0 or not block:
-                base = "base.yaml"
-
-                def prepare(work: Path, text: str = text, base: str = base) -> None:
-                    (work / base).write_text(recipe(root), encoding="utf-8")
-                    (work / "recipe.yaml").write_text(f"extends: {base}\n{text}", encoding="utf-8")
-
+                prepare = files(None, {"base.yaml": recipe(root), "recipe.yaml": f"extends: base.yaml\n{text}"})
                 yield BadInput(f"recipe {key}: {shown}", tuple(TRAIN), ("recipe.yaml:", name, "nonesuch"), prepare)
             else:
                 argv = ("train", "recipe.yaml", "--out", "out", f"--{key}", value.strip("'"))
@@ -135,13 +120,7 @@ def _yaml(root: Path) -> Iterator[BadInput]:
         "directive": "%YAML 9.9\n---\ntrain: {steps: 1}\n",
     }
     for name, body in bodies.items():
-        data = body if isinstance(body, bytes) else body.encode("utf-8", "surrogatepass")
-        yield BadInput(
-            f"yaml: {name}",
-            tuple(TRAIN),
-            ("recipe.yaml",),
-            lambda work, data=data: write_bytes(work / "recipe.yaml", data),
-        )
+        yield BadInput(f"yaml: {name}", tuple(TRAIN), ("recipe.yaml",), files(None, {"recipe.yaml": body}))
 
 
 # ------------------------------------------------------------------------------------------------------- flags

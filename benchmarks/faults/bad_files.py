@@ -6,22 +6,12 @@ import gzip
 import io
 import json
 import lzma
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.bad_inputs import (
-    DIGITS,
-    MANY,
-    ROWS,
-    TRAIN,
-    BadInput,
-    good,
-    write_jsonl,
-    write_text,
-)
+from benchmarks.faults.bad_inputs import DIGITS, MANY, ROWS, TRAIN, BadInput, backbone_with, files, jsonl
 
 
 def bad_files(root: Path) -> list[BadInput]:
@@ -127,11 +117,7 @@ def _unchecked(values: list[bytes]) -> Any:
 
 
 def _train_rows(root: Path, name: str, file: str, data: bytes, places: tuple[str, ...]) -> BadInput:
-    def prepare(work: Path) -> None:
-        (work / file).write_bytes(data)
-        good(root)(work)
-
-    return BadInput(name, (*TRAIN, "--data.train.files", file), places, prepare)
+    return BadInput(name, (*TRAIN, "--data.train.files", file), places, files(root, {file: data}))
 
 
 # ---------------------------------------------------------------------------------------------------- features
@@ -148,7 +134,7 @@ def _features(root: Path) -> Iterator[BadInput]:
     def header(descr: str = "'<f8'", order: str = "False", shape: str = "(12, 1)") -> bytes:
         return f"{{'descr': {descr}, 'fortran_order': {order}, 'shape': {shape}, }}".encode()
 
-    files: dict[str, bytes] = {
+    arrays: dict[str, bytes] = {
         "empty": b"",
         "text": b"hello",
         "magic alone": b"\x93NUMPY",
@@ -178,12 +164,9 @@ def _features(root: Path) -> Iterator[BadInput]:
         "booleans": _npy(header(descr="'|b1'")),
         "an archive": _zip(),
     }
-    for name, data in files.items():
-
-        def prepare(work: Path, data: bytes = data) -> None:
-            (work / "x.npy").write_bytes(data)
-            (work / "y.npy").write_bytes(_npy(header(), data=b"\0\0\0\0\0\0\xf0\x3f" * 12))
-
+    fine = _npy(header(), data=b"\0\0\0\0\0\0\xf0\x3f" * 12)
+    for name, data in arrays.items():
+        prepare = files(None, {"x.npy": data, "y.npy": fine})
         argv = ("select", "--pool", rows, "--target", rows, "--budget", "3", "--out", "out", "--method", "knn",
                 "--pool-features", "x.npy", "--target-features", "y.npy")  # fmt: skip
         yield BadInput(f"npy: {name}", argv, ("x.npy", "--pool-features", "pool features", "jsonl:"), prepare)
@@ -306,19 +289,14 @@ def _backbones(root: Path) -> Iterator[BadInput]:
 
 
 def _backbone(root: Path, name: str, file: str, data: bytes, places: tuple[str, ...]) -> BadInput:
-    def prepare(work: Path) -> None:
-        shutil.copytree(root / "backbone", work / "backbone", copy_function=os.link)
-        (work / "backbone" / file).unlink()
-        (work / "backbone" / file).write_bytes(data)
-        good(root)(work)
-
-    return BadInput(name, (*TRAIN, "--backbone", "backbone"), places, prepare)
+    return BadInput(name, (*TRAIN, "--backbone", "backbone"), places, backbone_with(root, file, data))
 
 
 # --------------------------------------------------------------------------------------------------------- chats
 
 
 def _chats(root: Path) -> Iterator[BadInput]:
+    data = ("--data.train.files", "chat.jsonl", "--data.test.files", "[]")
     turn = {"role": "user", "content": "a"}
     answer = {"role": "assistant", "content": "b"}
     messages: dict[str, Any] = {
@@ -332,14 +310,9 @@ def _chats(root: Path) -> Iterator[BadInput]:
         record: dict[str, Any] = {"messages": value}
         if name == "tools a word":
             record["tools"] = "hammer"
-
-        def prepare(work: Path, record: dict[str, Any] = record) -> None:
-            write_jsonl(work / "chat.jsonl", [{"messages": [turn, answer]}, record])
-            good(root)(work)
-
-        argv = (*TRAIN, "--task", "{kind: chat, template: plain}", "--data.train.files", "chat.jsonl",
-                "--data.test.files", "[]")  # fmt: skip
-        yield BadInput(f"chat: {name}", argv, ("chat.jsonl:2",), prepare)
+        prepare = files(root, {"chat.jsonl": jsonl([{"messages": [turn, answer]}, record])})
+        yield BadInput(f"chat: {name}", (*TRAIN, "--task", "{kind: chat, template: plain}", *data),
+                       ("chat.jsonl:2",), prepare)  # fmt: skip
     for name, text in {
         "open block": "{% for m in messages %}",
         "unknown filter": "{{ messages | nonesuch }}",
@@ -350,12 +323,6 @@ def _chats(root: Path) -> Iterator[BadInput]:
         "a way out": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "empty": "",
     }.items():
-
-        def template(work: Path, text: str = text) -> None:
-            write_jsonl(work / "chat.jsonl", [{"messages": [turn, answer]}] * 4)
-            write_text(work / "own.jinja", text)
-            good(root)(work)
-
-        argv = (*TRAIN, "--task", "{kind: chat, template: own.jinja}", "--data.train.files", "chat.jsonl",
-                "--data.test.files", "[]")  # fmt: skip
-        yield BadInput(f"template: {name}", argv, ("own.jinja", "chat.jsonl", "template"), template)
+        prepare = files(root, {"chat.jsonl": jsonl([{"messages": [turn, answer]}] * 4), "own.jinja": text})
+        yield BadInput(f"template: {name}", (*TRAIN, "--task", "{kind: chat, template: own.jinja}", *data),
+                       ("own.jinja", "chat.jsonl", "template"), prepare)  # fmt: skip

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,8 @@ def make_sandbox(root: Path) -> Path:
     """Good rows, a backbone and finished runs that sort and write in `root`, which the bad inputs are made from."""
     from flatshift.finetune import assets
 
-    write_jsonl(root / "rows.jsonl", ROWS)
-    write_jsonl(root / "test.jsonl", [{**row, "text": f"unseen {row['text']}"} for row in ROWS])
+    write_text(root / "rows.jsonl", jsonl(ROWS))
+    write_text(root / "test.jsonl", jsonl([{**row, "text": f"unseen {row['text']}"} for row in ROWS]))
     source = assets.backbone_directory("flatshift-5m")
     assert source is not None
     shutil.copytree(source, root / "backbone")
@@ -54,10 +54,6 @@ def make_sandbox(root: Path) -> Path:
             os._exit(run(command))
         assert os.waitpid(pid, 0)[1] == 0, "a run that bad inputs are made from failed"
     return root
-
-
-def write_jsonl(path: Path, records: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 
 def recipe(root: Path, more: str = "") -> str:
@@ -86,5 +82,30 @@ def write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
+def files(root: Path | None, contents: Mapping[str, bytes | str]) -> Prepare:
+    """Write files by name, and the good recipe where the sandbox `root` is given."""
+
+    def prepare(work: Path) -> None:
+        if root is not None:
+            good(root)(work)
+        for name, content in contents.items():
+            path = work / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
+
+    return prepare
+
+
+def backbone_with(root: Path, file: str, data: bytes, more: Mapping[str, bytes | str] | None = None) -> Prepare:
+    """A copy of the sandbox's backbone with one file other, and the good recipe."""
+
+    def prepare(work: Path) -> None:
+        shutil.copytree(root / "backbone", work / "backbone", copy_function=os.link)
+        (work / "backbone" / file).unlink()
+        files(root, {f"backbone/{file}": data, **(more or {})})(work)
+
+    return prepare
+
+
+def jsonl(records: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.bad_inputs import ROWS, BadInput, Prepare, good, write_bytes, write_jsonl, write_text
+from benchmarks.faults.bad_inputs import ROWS, TRAIN, BadInput, backbone_with, files, good, jsonl, recipe
 
 
 def bad_requests(root: Path) -> list[BadInput]:
@@ -78,11 +77,7 @@ def _plans(root: Path) -> Iterator[BadInput]:
             if (key, value) != ("num_attention_heads", None) and (value is not None):
                 texts[f"{key} {value}"] = json.dumps({**config, key: value}).encode()
     for name, data in texts.items():
-
-        def prepare(work: Path, data: bytes = data) -> None:
-            (work / "shape").mkdir()
-            write_bytes(work / "shape" / "config.json", data)
-
+        prepare = files(None, {"shape/config.json": data})
         yield BadInput(f"plan: config.json {name}", ("plan", "--model", "shape"), ("shape", "config.json"), prepare)
     lines: dict[tuple[str, ...], str] = {
         ("--node", "0"): "--node",
@@ -123,10 +118,7 @@ def _predictions(root: Path) -> Iterator[BadInput]:
         "half a pair": ("bad.jsonl", b'{"text": "\\ud800"}\n'),
     }
     for name, (file, data) in bad.items():
-
-        def prepare(work: Path, file: str = file, data: bytes = data) -> None:
-            write_bytes(work / file, data)
-
+        prepare = files(None, {file: data})
         argv = ("predict", run, "--data", file, "--out", "out.jsonl")
         yield BadInput(f"predict: {name}", argv, (file,), prepare)
         if name not in ("empty", "gz cut short", "parquet of nothing"):
@@ -141,12 +133,8 @@ def _predictions(root: Path) -> Iterator[BadInput]:
         ("--data", "good.jsonl", "good.jsonl", "--out", "out.jsonl"): "twice",
     }
     for more, place in lines.items():
-        prepare = _file("good.jsonl", b'{"text": "a"}\n')
+        prepare = files(None, {"good.jsonl": b'{"text": "a"}\n'})
         yield BadInput(f"predict {' '.join(more)}", ("predict", run, *more), (place,), prepare)
-
-
-def _file(name: str, data: bytes) -> Prepare:
-    return lambda work: write_bytes(work / name, data)
 
 
 def _answers(root: Path) -> Iterator[BadInput]:
@@ -210,7 +198,7 @@ def _answers(root: Path) -> Iterator[BadInput]:
 def _prompts(root: Path) -> Iterator[BadInput]:
     writer = str(root / "writer")
     fine = "text: '{text} {label}'\nlabels: {a: good, b: bad}\n"
-    files = {
+    prompts = {
         "nothing": "",
         "null": "null\n",
         "a list": "- a\n",
@@ -229,9 +217,9 @@ def _prompts(root: Path) -> Iterator[BadInput]:
         "wordings without a column": f"{fine}wordings: {{de: {{text: '{{text}} {{label}}'}}}}\n",
     }
     argv = ("eval", writer, "--data", str(root / "rows.jsonl"), "--prompt", "own.yaml")
-    for name, text in files.items():
+    for name, text in prompts.items():
         places = ("own.yaml", "rows.jsonl")
-        yield BadInput(f"prompt: {name}", argv, places, _file("own.yaml", text.encode()))
+        yield BadInput(f"prompt: {name}", argv, places, files(None, {"own.yaml": text}))
     more: dict[tuple[str, ...], str] = {
         ("--window", "5"): "--window",
         ("--overlap", "5"): "--overlap",
@@ -244,7 +232,7 @@ def _prompts(root: Path) -> Iterator[BadInput]:
         ("--shot-seeds", "-1"): "--shot-seeds",
     }
     for flags, place in more.items():
-        yield BadInput(f"prompt {' '.join(flags)[:40]}", (*argv, *flags), (place,), _file("own.yaml", fine.encode()))
+        yield BadInput(f"prompt {' '.join(flags)[:40]}", (*argv, *flags), (place,), files(None, {"own.yaml": fine}))
     yield BadInput("prompt of nobody", (*argv[:-1], "nonesuch"), ("nonesuch",))
 
 
@@ -286,12 +274,7 @@ def _studies(root: Path) -> Iterator[BadInput]:
         "a format of lists": b'{"format": [1]}',
     }
     for name, data in markers.items():
-
-        def prepare(work: Path, data: bytes = data) -> None:
-            good(root)(work)
-            (work / "sweep").mkdir()
-            write_bytes(work / "sweep" / "sweep.json", data)
-
+        prepare = files(root, {"sweep/sweep.json": data})
         again = ("sweep", "recipe.yaml", "--out", "sweep", "--grid", "adapter.rank=1,2")
         yield BadInput(f"sweep.json with {name}: sweep", again, ("sweep",), prepare)
         yield BadInput(
@@ -312,12 +295,8 @@ def _studies(root: Path) -> Iterator[BadInput]:
         "sigma nan": "{sharpness_sigma: .nan}",
     }
     for name, block in blocks.items():
-        yield BadInput(
-            f"comparison: {name}",
-            ("compare", "recipe.yaml", "--out", "out"),
-            ("recipe.yaml",),
-            lambda work, block=block: write_text(work / "recipe.yaml", f"comparison: {block}\n"),
-        )
+        prepare = files(None, {"recipe.yaml": f"comparison: {block}\n"})
+        yield BadInput(f"comparison: {name}", ("compare", "recipe.yaml", "--out", "out"), ("recipe.yaml",), prepare)
     rows = root / "rows.jsonl"
     for name, weights in {
         "far apart": ("1e-300", "1"),
@@ -330,14 +309,8 @@ def _studies(root: Path) -> Iterator[BadInput]:
     }.items():
         text = "data:\n  train:\n    files: []\n    sources:\n"
         text += "".join(f"      s{i}: {{files: ['{rows}'], weight: {weight}}}\n" for i, weight in enumerate(weights))
-
-        def mixed(work: Path, text: str = text) -> None:
-            good(root)(work)
-            (work / "recipe.yaml").rename(work / "base.yaml")
-            write_text(work / "recipe.yaml", f"extends: base.yaml\n{text}")
-
-        argv = ("train", "recipe.yaml", "--out", "out")
-        yield BadInput(f"mixture: weights {name}", argv, ("weight", "sources"), mixed)
+        prepare = files(None, {"base.yaml": recipe(root), "recipe.yaml": f"extends: base.yaml\n{text}"})
+        yield BadInput(f"mixture: weights {name}", tuple(TRAIN), ("weight", "sources"), prepare)
 
 
 # --------------------------------------------------------------------------------------------------------- tokenizers
@@ -358,15 +331,9 @@ def _tokenizers(root: Path) -> Iterator[BadInput]:
         "another version": {"version": "9.9"},
     }
     for name, change in changes.items():
-
-        def prepare(work: Path, change: dict[str, Any] = change) -> None:
-            shutil.copytree(root / "backbone", work / "backbone", copy_function=os.link)
-            (work / "backbone" / "tokenizer.json").unlink()
-            write_text(work / "backbone" / "tokenizer.json", json.dumps({**file, **change}))
-            write_jsonl(work / "long.jsonl", [{**row, "text": "a" * 60 + "!"} for row in ROWS])
-            good(root)(work)
-
-        argv = ("train", "recipe.yaml", "--out", "out", "--backbone", "backbone", "--data.train.files", "long.jsonl")
+        long = jsonl([{**row, "text": "a" * 60 + "!"} for row in ROWS])
+        prepare = backbone_with(root, "tokenizer.json", json.dumps({**file, **change}).encode(), {"long.jsonl": long})
+        argv = (*TRAIN, "--backbone", "backbone", "--data.train.files", "long.jsonl")
         yield BadInput(f"tokenizer.json: {name}", argv, ("tokenizer",), prepare)
 
 

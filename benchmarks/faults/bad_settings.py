@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.faults.bad_inputs import BadInput, good
+from benchmarks.faults.bad_inputs import BadInput, files, good
 
 BEYOND = str(2**64)
 NUMBERS = ("nan", "inf", "-inf", "-1", "0", BEYOND, "")
@@ -138,11 +138,7 @@ def _of_commands(root: Path) -> Iterator[BadInput]:
         ("select", "--epsilon"): ("--method", "gotd"),
     }
 
-    def prepare(work: Path) -> None:
-        good(root)(work)
-        (work / "sweep").mkdir()
-        (work / "sweep" / "sweep.json").write_text("{}", encoding="utf-8")
-
+    prepare = files(root, {"sweep/sweep.json": "{}"})
     for name, flag, kind in numbers_of_commands():
         values = ["nan", "inf", "-1"] if kind is float else ["-1", "1.5", "x"]
         for value in (*values, ""):

@@ -1,8 +1,7 @@
 """Valid recipes, rows, features, headers, metrics and grids, mutated by the million: no traceback, none over 2 s.
 
-    python -m benchmarks.faults.mutations                              # what is left of 10^6 executions a parser
-    python -m benchmarks.faults.mutations --only jsonl --most 20000    # so many of one
-    python -m benchmarks.faults.mutations --only jsonl --atheris       # led by coverage (extra `fuzz`)
+    python -m benchmarks.faults mutations                              # what is left of 10^6 executions a parser
+    python -m benchmarks.faults mutations --only jsonl --most 20000    # so many of one
 
 Execution i of a parser is made from (seed, parser, i) alone, so counts of several calls add up: they are kept beside
 the results until the code changes. A mutation works on the structure (a value, a key, a header's length) or on bytes.
@@ -11,17 +10,15 @@ An execution is well where the parser accepts what it is given, or refuses it in
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import json
 import random
 import signal
-import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,26 +126,20 @@ def _parsers(folder: Path) -> dict[str, Callable[[bytes], None]]:
     }
 
 
-_ROWS = ("finetune/data/formats.py", "finetune/data/rows.py", "finetune/data/rows.py")
+_ROWS = "finetune/data/formats.py finetune/data/rows.py"
 _SOURCES = {
-    "recipe": (
-        "experiments/recipe/*.py",
-        "experiments/*/settings.py",
-        "*/config.py",
-        "*/*/config.py",
-        "finetune/*s.py",
-    ),
+    "recipe": "experiments/recipe/*.py experiments/*/settings.py */config.py */*/config.py finetune/*s.py",
     "jsonl": _ROWS,
     "csv": _ROWS,
     "parquet": _ROWS,
-    "chat": (*_ROWS, "finetune/data/chat/conversation.py"),
-    "npy": ("selection/features/matrix.py",),
-    "safetensors": ("finetune/models/checkpoint.py",),
-    "metrics": ("finetune/run_directory.py", "experiments/results/run.py"),
-    "grid": ("experiments/studies/sweep/axes.py",),
+    "chat": f"{_ROWS} finetune/data/chat/conversation.py",
+    "npy": "selection/features/matrix.py",
+    "safetensors": "finetune/models/checkpoint.py",
+    "metrics": "finetune/run_directory.py experiments/results/run.py",
+    "grid": "experiments/studies/sweep/axes.py",
 }
-"""What each parser is made of: counts of other code do not add up."""
-NAMES = ("recipe", "jsonl", "csv", "parquet", "chat", "npy", "safetensors", "metrics", "grid")
+"""Files that each parser is made of: counts of other code do not add up."""
+NAMES = tuple(_SOURCES)
 
 
 # ---------------------------------------------------------------------------------------------------------- runs
@@ -202,38 +193,28 @@ def run_parser(name: str, count: Count, *, upto: int, seed: int, until: float = 
             execute(parser, mutator.mutated(random.Random(f"{seed} {name} {i}")), count, f"execution {i}")
 
 
-def rows(bench: Benchmark, *, most: int | None = None, seed: int = 0) -> None:
-    """Go on to `most` executions of every parser (None: `WANTED`) and add what all of them came to."""
+def rows(bench: Benchmark, *, most: int | None = None, seed: int = 0, only: Sequence[str] = NAMES) -> None:
+    """Executions of every parser: `most` of each from the first, or (None) those of the ledger and what is left of
+    `WANTED`; add what all of them came to."""
+    counts = {name: Count() for name in NAMES} if most is not None else _read_ledger(seed)
     upto = WANTED if most is None else most
-    counts = advance(upto, seed=seed) if most is None else {name: Count() for name in NAMES}
-    if most is not None:
-        for name, count in counts.items():
-            run_parser(name, count, upto=upto, seed=seed)
-    for name, count in counts.items():
+    for name in only:
+        count = counts[name]
+        while count.done < upto:
+            run_parser(name, count, upto=upto, seed=seed, until=time.monotonic() + _EVERY_S)
+            if most is None:
+                _write_ledger(seed, counts)
+            print(f"{name}: {count.done:,} of {upto:,}, {count.tracebacks} wrong {count.first}", flush=True)
         bench.row(f"{name}: mutations read", ours=count.done, unit="executions", bar_op=">=", bar_value=upto)
         bench.row(f"{name}: tracebacks, or executions of more than {LIMIT_S:g} CPU-s",
                   ours=count.tracebacks, unit="executions", bar_op="==", bar_value=0)  # fmt: skip
         bench.row(f"{name}: slowest", ours=round(count.slowest, 3), unit="CPU-s", bar_op="<=", bar_value=LIMIT_S)
-        if count.first:
-            print(count.first, file=sys.stderr)
-
-
-def advance(upto: int, *, seed: int, only: tuple[str, ...] = NAMES, seconds: float = float("inf")) -> dict[str, Count]:
-    """Go on where the ledger stands, each parser up to `upto` executions, for at most so many seconds in all."""
-    counts = _read_ledger(seed)
-    until = time.monotonic() + seconds
-    for name in only:
-        while counts[name].done < upto and time.monotonic() < until:
-            run_parser(name, counts[name], upto=upto, seed=seed, until=min(until, time.monotonic() + _EVERY_S))
-            _write_ledger(seed, counts)
-            print(f"{name}: {counts[name].done:,} of {upto:,}, {counts[name].tracebacks} wrong", flush=True)
-    return counts
 
 
 def _code(name: str, seed: int) -> str:
     """What the executions of one parser depend on: its sources, the mutations and the seed."""
     digest = hashlib.sha256(f"{seed} {Mutator.digest()}".encode())
-    for pattern in (*_SOURCES[name], "finetune/errors.py"):
+    for pattern in (*_SOURCES[name].split(), "finetune/errors.py"):
         for path in sorted(ROOT.glob(pattern)):
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
@@ -255,63 +236,3 @@ def _write_ledger(seed: int, counts: dict[str, Count]) -> None:
     from flatshift.finetune.atomic import write_json
 
     write_json(LEDGER, {name: {"code": _code(name, seed), **vars(count)} for name, count in counts.items()})
-
-
-# ------------------------------------------------------------------------------------------------------- atheris
-
-
-def led_by_coverage(name: str, runs: int, seed: int) -> None:
-    """Atheris (libFuzzer) over one parser, `runs` executions; ends this process, with an error where one goes wrong."""
-    import atheris
-
-    parsers = [
-        "flatshift.experiments.recipe",
-        "flatshift.finetune.data",
-        "flatshift.finetune.run_directory",
-        "flatshift.selection.features.matrix",
-        "yaml",
-    ]
-    with atheris.instrument_imports(include=[*parsers, "flatshift.finetune.models.checkpoint"]):
-        folder = Path(tempfile.mkdtemp(prefix="flatshift-atheris-"))
-        (folder / "corpus").mkdir()
-        parser, mutator = _parsers(folder)[name], Mutator(name)
-    for i, one in enumerate(mutator.seeds):
-        (folder / "corpus" / str(i)).write_bytes(one)
-
-    def test(data: bytes) -> None:
-        with contextlib.suppress(*_REFUSED):
-            parser(data)
-
-    def mutate(data: bytes, most: int, number: int) -> bytes:
-        draw = random.Random(number)
-        if draw.random() < 0.5:
-            return atheris.Mutate(data, most)
-        return mutator.mutated(draw, data)[:most]
-
-    options = [f"-runs={runs}", f"-seed={seed + 1}", f"-timeout={LIMIT_S:.0f}", "-max_len=65536"]
-    options.append(str(folder / "corpus"))
-    atheris.Setup([sys.argv[0], *options], test, custom_mutator=mutate)
-    atheris.Fuzz()
-
-
-def main() -> None:
-    """Go on with the counts, or a run of one parser on its own."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
-    parser.add_argument("--most", type=int, default=WANTED)
-    parser.add_argument("--seconds", type=float, default=float("inf"))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--atheris", action="store_true")
-    given = parser.parse_args()
-    if given.atheris:
-        led_by_coverage(given.only[0], given.most, given.seed)
-    counts = advance(given.most, seed=given.seed, only=tuple(given.only), seconds=given.seconds)
-    for name in given.only:
-        count = counts[name]
-        print(f"{name}: {count.done:,} executions, {count.refused:,} refused, {count.tracebacks} wrong, slowest "
-              f"{count.slowest:.2f} CPU-s {count.first}")  # fmt: skip
-    raise SystemExit(1 if any(counts[name].tracebacks for name in given.only) else 0)
-
-
-if __name__ == "__main__":
-    main()

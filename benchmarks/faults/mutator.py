@@ -78,7 +78,7 @@ _ROWS = [
     {"text": "größe 😀", "label": 2, "id": "two"},
     {"text": "a third", "label": 1.0, "text2": "b", "tags": ["x", "y"]},
 ]
-_CHATS = [
+_CHATS: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "id": 1},
     {
         "messages": [

@@ -14,11 +14,9 @@ Each different disk that can come of it is given to the user of the command, who
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks._harness import Benchmark
@@ -162,24 +160,21 @@ def rows(bench: Benchmark, *, most: int | None = None, seed: int = 0, only: Sequ
             root = campaign.disks[name]
             check_replay(campaign.calls[name], root)
             every = list(disks_of(campaign.calls[name], root).values())
-            chosen = every if share is None else random.Random(seed).sample(every, min(share, len(every)))
+            tries = every if share is None else random.Random(seed).sample(every, min(share, len(every)))
 
             def one(cut: tuple[str, int, dict[str, bytes | None]], name: str = name) -> Strike:
                 kind, count, files = cut
                 disk = campaign.new_disk()
                 write_disk(files, disk)
-                found = Strike(**campaign.ask("resume", scenario=name, disk=str(disk), wanted=campaign.wanted[name]))
+                found = Strike(**campaign.ask("go_on", disk, name, wanted=campaign.wanted[name]))
                 found.mode, found.target = f"power cut, {kind}", count
-                if found.wrong:
-                    print(f"! {json.dumps(asdict(found), ensure_ascii=False)}", flush=True)
-                else:
+                if not found.wrong:
                     remove_disk(disk)
                 return found
 
-            with ThreadPoolExecutor(len(campaign.servers)) as pool:
-                found = list(pool.map(one, chosen))
+            found = campaign.each(tries, one)
             about = (
-                f"power cuts not survived, of {len(chosen):,} disks of {len(every):,} that a cut at any of "
+                f"power cuts not survived, of {len(tries):,} disks of {len(every):,} that a cut at any of "
                 f"{len(campaign.calls[name]):,} durable calls can leave"
             )
             add_row(bench, f"{name}: {about}", found, unit="cuts")

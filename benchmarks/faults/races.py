@@ -10,11 +10,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import random
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -24,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._commands import flags
-from benchmarks._harness import ROOT, Benchmark, cpu_clock
-from benchmarks.faults.forks import fork
-from benchmarks.faults.scenarios import SCENARIOS, SMALL, leavings, write_inputs
+from benchmarks._harness import Benchmark, cpu_clock
+from benchmarks.faults.forks import Server, fork, wait
+from benchmarks.faults.scenarios import SCENARIOS, SMALL, differing, leavings, write_inputs
 
 HANG_S = 600.0
 WORKERS = ".workers.lock"
@@ -34,44 +31,18 @@ WORKERS = ".workers.lock"
 Found = dict[str, str]
 
 
-# --------------------------------------------------------------------------------------------- the process that forks
+def run_together(starts: list[dict[str, Any]]) -> list[int]:
+    """Fork commands, `[{"argv", "delay", "cwd", "said"}, …]`; returns their exit codes."""
+    children = [_fork(start) for start in starts]
+    ends = [wait(child, HANG_S) for child in children]
+    return [-9 if ended is None else ended.code for ended in ends]
 
 
-def serve() -> None:
-    """Read starts as JSON lines, `[{"argv", "delay", "cwd", "said"}, …]`; fork them, answer with their exit codes."""
-    for name in _COMMANDS:
-        __import__(name)
-    learnt = False
-    for line in sys.stdin:
-        starts = json.loads(line)
-        children = [_fork(start, None if learnt else starts[0]["said"] + ".modules") for start in starts]
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        if not learnt:  # what the first needed, all others get from here
-            learnt = True
-            for name in json.loads(Path(starts[0]["said"] + ".modules").read_text(encoding="utf-8")):
-                with contextlib.suppress(Exception):
-                    __import__(name)
-        print(json.dumps(codes), flush=True)
-
-
-_COMMANDS = (
-    "flatshift.experiments.workflows.train",
-    "flatshift.experiments.select.select",
-    "flatshift.experiments.workflows.export",
-    "flatshift.experiments.workflows.generate",
-    "flatshift.experiments.report.page",
-    "flatshift.experiments.studies.sweep.command",
-    "flatshift.experiments.studies.compare.run",
-)
-
-
-def _fork(start: Mapping[str, Any], modules: str | None) -> int:
+def _fork(start: Mapping[str, Any]) -> int:
     @contextlib.contextmanager
     def late() -> Iterator[None]:
         time.sleep(start["delay"])
         yield
-        if modules is not None:
-            Path(modules).write_text(json.dumps(list(sys.modules)), encoding="utf-8")
 
     with Path(start["said"]).open("wb") as said:
         return fork(start["argv"], cwd=Path(start["cwd"]), out=said.fileno(), around=late)
@@ -200,35 +171,22 @@ class Field:
 
     def __enter__(self) -> Field:
         write_inputs(self.inputs)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        self._server = subprocess.Popen(
-            [sys.executable, "-c", "from benchmarks.faults.races import serve; serve()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-            cwd=self.folder,
-        )
+        self._server = Server()
         train = SCENARIOS["train"].command(self.inputs, self.inputs / "train")
         self._must([*train, "--train.keep", "2"])
         return self
 
     def __exit__(self, *error: object) -> None:
-        assert self._server.stdin is not None
-        self._server.stdin.close()
-        self._server.wait(HANG_S)
+        self._server.close()
 
     def start(self, commands: Sequence[Sequence[str]], delays: Sequence[float], cwd: Path) -> list[tuple[int, str]]:
         """Run `commands`, each its delay (seconds) after the call, and return exit codes with what was said."""
-        assert self._server.stdin is not None and self._server.stdout is not None
         said = [self.folder / f"said-{place}" for place in range(len(commands))]
         starts = [
             {"argv": list(argv), "delay": delay, "cwd": str(cwd), "said": str(file)}
             for argv, delay, file in zip(commands, delays, said, strict=True)
         ]
-        self._server.stdin.write(json.dumps(starts) + "\n")
-        self._server.stdin.flush()
-        codes = json.loads(self._server.stdout.readline())
+        codes = self._server.ask("benchmarks.faults.races:run_together", starts=starts)
         return [(code, file.read_text(encoding="utf-8")) for code, file in zip(codes, said, strict=True)]
 
     def _must(self, argv: Sequence[str], cwd: Path | None = None) -> None:
@@ -294,8 +252,7 @@ class Field:
             with contextlib.suppress(_Refused):  # fewer steps after more
                 promised.append(self.alone(kind, *order)[0])
         if there not in promised:
-            odd = sorted(name for name in there.keys() | promised[0].keys() if there.get(name) != promised[0].get(name))
-            outcome.wrong.append(f"other than undisturbed: {', '.join(odd)}")
+            outcome.wrong.append(f"other than undisturbed: {', '.join(differing(there, promised[0]))}")
 
     def _for_names(self, kind: Kind, draw: random.Random, count: int, folder: Path, outcome: Outcome) -> None:
         """Contenders of different seeds that name no directory: each gets its own."""
@@ -341,9 +298,9 @@ def field_of(folder: Path | None = None) -> Iterator[Field]:
         yield made
 
 
-def run_races(count: int, *, seed: int = 0) -> list[Outcome]:
+def run_races(count: int, *, seed: int = 0, only: Sequence[str] = ()) -> list[Outcome]:
     """`count` races in the kinds' shares, drawn by `seed`."""
-    order = [kind for kind in KINDS for _ in range(kind.share)]
+    order = [kind for kind in KINDS if not only or kind.name in only for _ in range(kind.share)]
     random.Random(seed).shuffle(order)
     found = []
     with field_of() as field:
@@ -355,11 +312,11 @@ def run_races(count: int, *, seed: int = 0) -> list[Outcome]:
     return found
 
 
-def rows(bench: Benchmark, *, most: int | None = None, seed: int = 0) -> None:
+def rows(bench: Benchmark, *, most: int | None = None, seed: int = 0, only: Sequence[str] = ()) -> None:
     """Two-process races: how many, and how many lost or broke something."""
     count = TOTAL if most is None else most
     began = cpu_clock()
-    found = run_races(count, seed=seed)
+    found = run_races(count, seed=seed, only=only)
     spent = cpu_clock() - began
     by_kind = Counter(outcome.kind for outcome in found)
     told = ", ".join(f"{name} {number}" for name, number in sorted(by_kind.items()))

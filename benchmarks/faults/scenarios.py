@@ -220,6 +220,11 @@ def leavings(out: Path, patterns: tuple[str, ...], whole: tuple[str, ...] = ()) 
     return found
 
 
+def differing(found: dict[str, str], wanted: dict[str, str]) -> list[str]:
+    """Names of results that are not as wanted."""
+    return sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+
+
 def _run(out: Path) -> dict[str, str]:
     tensors = ("adapter/*.safetensors", "adapter/*.json", "stages/*/adapter/*.safetensors")
     tables = ("metrics.jsonl", "stages/*/metrics.jsonl", "eval.json", "stages/*/done.json", "recipe.resolved.yaml")

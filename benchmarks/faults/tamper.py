@@ -9,7 +9,6 @@ over 300 characters).
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 import os
 import random
@@ -23,25 +22,11 @@ from typing import NamedTuple
 
 from benchmarks._harness import Benchmark
 from benchmarks.faults import scenarios
-from benchmarks.faults.scenarios import SCENARIOS, digest, leavings, write_inputs
+from benchmarks.faults.forks import BUG, import_all, run_forked
+from benchmarks.faults.scenarios import SCENARIOS, differing, digest, leavings, write_inputs
 
 LONGEST = 300
-BUG = 70
 REFUSED = 2
-_HEAVY = (
-    "flatshift.experiments.workflows.export",
-    "flatshift.experiments.workflows.evaluate",
-    "flatshift.experiments.workflows.sharpness",
-)
-_HEAVY += (
-    "flatshift.experiments.report",
-    "flatshift.experiments.workflows.train",
-    "flatshift.experiments.studies",
-    "flatshift.experiments.select.select",
-    "peft",
-    "pandas",
-)
-
 Runner = Callable[[Sequence[str], Path], int]
 """Runs a command with its output in a file; returns its exit code."""
 
@@ -77,37 +62,45 @@ def _figures(run: Path, said: str) -> dict[str, str]:
     return {"said": "".join(line for line in said.splitlines(True) if f"{run} has no done.json: " not in line)}
 
 
-_EVAL = Reader("eval", lambda run, inputs: ["eval", str(run)], _figures)
-_REPORT = Reader("report", lambda run, inputs: ["report", str(run), "--out", str(run / "page.html")], _page)
-_MERGE = Reader("merge", lambda run, inputs: ["merge", str(run), "--out", str(run.parent / "made")], _made)
-_EXPORT = Reader("export", lambda run, inputs: ["export", str(run), "--out", str(run.parent / "made")], _made)
-_RESUME = Reader("resume", lambda run, inputs: ["train", "--resume", str(run)], lambda run, said: _run(run))
-_LONGER = Reader(
-    "resume for longer",
-    lambda run, inputs: ["train", "--resume", str(run), "--train.steps", "3"],
-    lambda run, said: _run(run),
-)
-_START = Reader(
-    "adapter.start",
-    lambda run, inputs: [
-        *scenarios._train(inputs, run.parent / "made"),
-        *("--adapter.start", str(run), "--adapter.dropout", "0"),
-    ],
-    lambda run, said: _run(run.parent / "made"),
-)
-_SHARPNESS = Reader(
-    "sharpness",
-    lambda run, inputs: ["eval", str(run), "--sharpness", "--sharpness-draws", "2", "--sharpness-batches", "1"],
-    lambda run, said: leavings(run, ("sharpness.json",)),
-)
-_SWEEP = Reader(
-    "sweep", lambda run, inputs: scenarios._sweep(inputs, run), lambda run, said: SCENARIOS["sweep"].result(run)
-)
+def _reader(name: str, result: Callable[[Path, str], dict[str, str]], *words: str) -> Reader:
+    """A command of `words`, of which RUN is the directory that it reads and MADE one beside it."""
 
+    def command(run: Path, inputs: Path) -> list[str]:
+        places = {"RUN": str(run), "MADE": str(run.parent / "made"), "PAGE": str(run / "page.html")}
+        return [places.get(word, word) for word in words]
+
+    return Reader(name, command, result)
+
+
+def _left(run: Path, said: str) -> dict[str, str]:
+    return _run(run)
+
+
+def _start(run: Path, inputs: Path) -> list[str]:
+    train = scenarios._train(inputs, run.parent / "made")
+    return [*train, "--adapter.start", str(run), "--adapter.dropout", "0"]
+
+
+_REPORT = _reader("report", _page, "report", "RUN", "--out", "PAGE")
+_DRAWS = ("--sharpness", "--sharpness-draws", "2", "--sharpness-batches", "1")
 READERS: dict[str, tuple[Reader, ...]] = {
-    "train of three stages": (_EVAL, _EXPORT, _MERGE, _REPORT, _RESUME, _LONGER, _START, _SHARPNESS),
+    "train of three stages": (
+        _reader("eval", _figures, "eval", "RUN"),
+        _reader("export", _made, "export", "RUN", "--out", "MADE"),
+        _reader("merge", _made, "merge", "RUN", "--out", "MADE"),
+        _REPORT,
+        _reader("resume", _left, "train", "--resume", "RUN"),
+        _reader("resume for longer", _left, "train", "--resume", "RUN", "--train.steps", "3"),
+        Reader("adapter.start", _start, lambda run, said: _run(run.parent / "made")),
+        _reader("sharpness", lambda run, said: leavings(run, ("sharpness.json",)), "eval", "RUN", *_DRAWS),
+    ),
     "select": (_REPORT,),
-    "sweep": (_REPORT, _SWEEP),
+    "sweep": (
+        _REPORT,
+        Reader(
+            "sweep", lambda run, inputs: scenarios._sweep(inputs, run), lambda run, said: SCENARIOS["sweep"].result(run)
+        ),
+    ),
 }
 
 
@@ -168,9 +161,10 @@ class Matrix:
         self.place = folder / "disk"
         """Where each trial happens: always the same path, as results may name it."""
         self.runs: dict[str, Path] = {}
-        for name, more in (("this", []), ("other", ["--train.seed", "5"])):
+        differs = ["--select.embedder.dim", "4"] if scenario == "select" else ["--train.seed", "5"]
+        for name, more in (("this", []), ("other", differs)):
             self._clear()
-            argv = [*SCENARIOS[scenario].command(self.inputs, self.place / "out"), *_seed(scenario, more)]
+            argv = [*SCENARIOS[scenario].command(self.inputs, self.place / "out"), *more]
             if code := run(argv, folder / "said"):
                 raise RuntimeError(f"{scenario} ends with {code}: {(folder / 'said').read_text()[-2000:]}")
             self.runs[name] = folder / f"{scenario} {name}"
@@ -219,7 +213,7 @@ class Matrix:
         code, text, found = self._read(reader, file, DAMAGES[damage])
         wrong, said = "", text.strip().splitlines()[-1] if text.strip() else ""
         wanted = self.wanted[reader.name, without]
-        different = sorted(key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key))
+        different = differing(found, wanted)
         named = Path(file).name in said or f"{Path(file).parent}/" in said
         if code == BUG or "Traceback" in text:
             wrong, said = "traceback", text[-1500:]
@@ -230,25 +224,15 @@ class Matrix:
         return Tampered(self.scenario, file, damage, reader.name, wrong, said, refused=code == REFUSED)
 
 
-def _seed(scenario: str, more: list[str]) -> list[str]:
-    if not more or scenario != "select":
-        return more
-    return ["--select.embedder.dim", "4"]
-
-
 def forked(disk: Path) -> Runner:
     """A runner of commands in forks of this process, which imports what they need first."""
-    from benchmarks.faults.crash import run_forked
-
     os.environ |= {f"{name}_NUM_THREADS": "1" for name in ("OMP", "MKL", "OPENBLAS")}
-    for name in _HEAVY:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
+    import_all()
     disk.mkdir(parents=True, exist_ok=True)
     return lambda argv, said: run_forked(argv, said, contextlib.nullcontext, disk)
 
 
-def rows(bench: Benchmark, *, most: int | None = None, seed: int = 0) -> None:
+def rows(bench: Benchmark, *, most: int | None = None, seed: int = 0, only: Sequence[str] = ()) -> None:
     """A row a scenario: damages × commands, and how many of them were neither refused by name nor harmless.
 
     most: trials of a scenario, drawn by `seed`.
@@ -258,6 +242,8 @@ def rows(bench: Benchmark, *, most: int | None = None, seed: int = 0) -> None:
     with tempfile.TemporaryDirectory(prefix="tamper-") as name:
         run = forked(Path(name).resolve() / "work")
         for scenario, unfinished in kinds:
+            if only and scenario not in only:
+                continue
             called = f"unfinished {scenario}" if unfinished else scenario
             folder, readers = Path(name).resolve() / called, READERS[scenario]
             folder.mkdir()

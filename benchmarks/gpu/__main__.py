@@ -22,18 +22,22 @@ two; the share of the best product that was measured stands beside it.
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 from pathlib import Path
 
-from benchmarks._harness import RESULTS
+from benchmarks._harness import RESULTS, ROOT, limit_threads
 from benchmarks.gpu.measurements import Measurement, Store, failure, still_holds
 from benchmarks.gpu.runner import Run, matches
+from flatshift.finetune.compute.memory import cublas_workspace_env, expandable_segments_env
 
 KEPT = RESULTS / "gpu" / "measured.jsonl"
 
 
 def main() -> None:
     """Measure what is missing and write benchmarks/results/gpu.json."""
+    os.environ |= expandable_segments_env(os.environ) | cublas_workspace_env(os.environ)  # before torch reads them
+    os.environ |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     from benchmarks.gpu.plan import plan, rehearsed
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -55,6 +59,7 @@ def main() -> None:
         if device != "cuda" or any(path and path.resolve().is_relative_to(RESULTS) for path in (chosen.kept, out)):
             parser.error("--rehearse runs on the CPU and keeps nothing among the results; leave the other flag out")
         entries, device = rehearsed(entries), "cpu"
+        limit_threads(1)  # at toy sizes threads that wait for one another cost more than they compute
         kept_in, out = chosen.kept or folder / "measured.jsonl", out or folder / "gpu.json"
     store = Store(kept_in)
     if chosen.list:
@@ -66,15 +71,7 @@ def main() -> None:
                     held = f"failed, {kept[m.name].device}"
                 print(f"{m.name:45} about {m.seconds:4.0f} s  {held}")
         return
-    run = Run(
-        entries,
-        store,
-        device=device,
-        pattern=chosen.rows,
-        minutes=chosen.minutes,
-        out=out,
-        commit=chosen.commit,
-    )
+    run = Run(entries, store, device, chosen.rows, chosen.minutes, out, chosen.commit)
     run.all(fresh=chosen.fresh)
     if chosen.rehearse:
         print("rehearsed at toy size on the CPU: figures and bars mean nothing, only that nothing failed")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
+
+from flatshift.finetune.tasks import LanguageModel
 
 SEED = 0
 PAD = 0
+LANGUAGE = LanguageModel(pack=False)
 
 
 @dataclass(frozen=True)
@@ -138,21 +142,15 @@ def backbone(shape: Shape, device: Any, *, precision: Literal["fp32", "bf16"] = 
 
 
 def adapted(
-    shape: Shape,
-    device: Any,
-    *,
-    rank: int,
-    checkpointing: Any = "none",
-    precision: Literal["fp32", "bf16"] = "bf16",
+    shape: Shape, device: Any, *, rank: int, checkpointing: Any = "none", precision: Literal["fp32", "bf16"] = "bf16"
 ) -> Any:
     """The same with an adapter on all linear layers, as a run has it."""
     from flatshift.finetune.adapters.adapter import attach_adapter
     from flatshift.finetune.config import Adapter
     from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
-    from flatshift.finetune.tasks import LanguageModel
 
     frozen = backbone(shape, device, precision=precision)
-    model = attach_adapter(frozen, Adapter(rank=rank), task=LanguageModel(pack=False), seed=SEED)
+    model = attach_adapter(frozen, Adapter(rank=rank), task=LANGUAGE, seed=SEED)
     checkpoint_activations(model, checkpointing)
     return model
 
@@ -165,19 +163,31 @@ def batches(shape: Shape, *, rows: int, sequence: int, count: int = 4) -> Any:
     from flatshift.finetune.data.batches import TrainingDataLoader
     from flatshift.finetune.data.example import Example
     from flatshift.finetune.seeds import numpy_generator
-    from flatshift.finetune.tasks import LanguageModel
 
     generator = numpy_generator(SEED, "gpu", "rows")
     ids = generator.integers(3, shape.vocabulary, (rows * count, sequence), dtype=np.int64)
     examples = []
     for number, row in enumerate(ids.tolist()):
         examples.append(Example(row, [-100, *row[1:]], str(number), f"random row {number}"))
-    return TrainingDataLoader(
-        examples, task=LanguageModel(pack=False), batch_size=rows, seed=SEED, max_length=sequence, pad_id=PAD
-    )
+    return TrainingDataLoader(examples, task=LANGUAGE, batch_size=rows, seed=SEED, max_length=sequence, pad_id=PAD)
 
 
 class Padder:
     """All that a stage asks of a tokenizer."""
 
     pad_token_id = PAD
+
+
+def stage(
+    task: Any, batches: Any, train: Any, folder: Path, *, optimizer: Any = None, regularizer: Any = None, **more: Any
+) -> Any:
+    """A training stage into `folder`, without dev rows unless `more`, of `TrainingStage`, has some."""
+    from flatshift.finetune.config import Evaluate, Optimizer
+    from flatshift.finetune.run_directory import RunDirectory
+    from flatshift.finetune.train.stage import TrainingStage
+    from flatshift.regularizers import Plain, build
+
+    run = RunDirectory.open(folder) if folder.exists() else RunDirectory.create(folder)
+    optimizer, noise = optimizer or Optimizer(lr=1e-4), build(regularizer or Plain())
+    settings = {"dev": [], "evaluate": Evaluate(), "regularizer": noise, "run": run, "seed": SEED, **more}
+    return TrainingStage(name="fine-tune", task=task, batches=batches, optimizer=optimizer, train=train, **settings)  # type: ignore[arg-type]

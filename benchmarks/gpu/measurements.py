@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks._harness import BarOp, Benchmark
 from flatshift.finetune.atomic import write_text
 
@@ -17,115 +19,105 @@ Figures = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the results file, whether or not there is a figure for it."""
+    """One row of the results file, whether or not there is a figure for it. figure: its name in what the measurement
+    returns."""
 
     figure: str
-    """Its name in what the measurement returns."""
     what: str
     unit: str
     peer_name: str | None = None
     bar_op: BarOp | None = None
     bar_value: float | None = None
-    bar: str | None = None
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is measured at once, and kept as soon as it is."""
+    """What is measured at once, and kept as soon as it is.
+
+    name: `idea/case/…`, for `--rows`. function: `module:function`, called as `function(device=…, **arguments)`;
+    returns `Figures`. arguments: JSON-able; others than those of a kept result make it stale. seconds: guess at its
+    time on an H200: it is not begun where less is left of the minutes.
+    """
 
     name: str
-    """`idea/case/…`; what `--rows` patterns are matched with."""
     function: str
-    """`module:function`, called as `function(device=…, **arguments)`; returns `ChartGroup`."""
     arguments: Mapping[str, Any]
-    """JSON-able; others than those of a kept result make it stale."""
     rows: tuple[Row, ...]
     seconds: float
-    """Guess at its time on an H200: it is not begun where less is left of the minutes."""
 
 
 @dataclass(frozen=True)
 class Best:
-    """A row that is made of others: the largest of their figures."""
+    """A row that is made of others: the largest figure of the measurements `of`."""
 
     row: Row
     of: tuple[str, ...]
-    """Names of measurements."""
 
     def figures(self, kept: Mapping[str, Kept]) -> dict[str, Any]:
         """`ours`, and where it comes from; or the reason why there is none."""
-        found = {
-            name: kept[name].figures[self.row.figure]["ours"]
-            for name in self.of
-            if name in kept and kept[name].figures.get(self.row.figure, {}).get("ours") is not None
+        all_figures = {
+            name: kept[name].figures.get(self.row.figure, {}).get("ours") for name in self.of if name in kept
         }
+        found = {name: figure for name, figure in all_figures.items() if figure is not None}
         if not found:
             return {"reason": "none of the rows that it is the best of has a figure"}
-        best = max(found, key=lambda name: _middle(found[name]))
+        best = max(found, key=lambda name: np.median(found[name]))
         return {"ours": found[best], "reason": f"the best of {len(found)}: {best.rsplit('/', 1)[-1]}"}
-
-
-def _middle(figure: Any) -> float:
-    return sorted(figure)[len(figure) // 2] if isinstance(figure, list) else float(figure)
 
 
 @dataclass(frozen=True)
 class Kept:
-    """The result of a measurement, as one line of the file."""
+    """The result of a measurement, as one line of the file.
+
+    device: name of the device that it was measured on. seconds: what the measurement took. place: `machine`,
+    `versions`, `commit` and `dirty` of the results file. failed: `reason` and `traceback` of a measurement that failed,
+    and `stopped`, true where its minutes were over; it has no figures, and is tried again.
+    """
 
     name: str
     arguments: dict[str, Any]
     device: str
-    """Name of the device that it was measured on."""
     figures: Figures
     seconds: float
-    """What the measurement took."""
     place: dict[str, Any]
-    """`machine`, `versions`, `commit` and `dirty` of the results file."""
     failed: dict[str, Any] | None = None
-    """`reason` and `traceback` of a measurement that failed, and `stopped`, true where its minutes were over; it has no
-    figures, and is tried again."""
 
 
 class Store:
     """The file of what was measured, one JSON object a line; rewritten whole, so that a kill leaves the old or the new.
 
-    A line that cannot be read (a copy that broke off) is left out: its measurement is made again.
+    A line that cannot be read (a copy that broke off) is left out and counted in `torn`.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.torn = 0
-        """Lines that could not be read last time."""
 
     def read(self) -> dict[str, Kept]:
         """By name; of two lines for one name the later holds."""
         found: dict[str, Kept] = {}
         self.torn = 0
-        lines = self.path.read_bytes().splitlines() if self.path.is_file() else []
-        for line in lines:
+        for line in self.path.read_bytes().splitlines() if self.path.is_file() else []:
             try:
                 kept = Kept(**json.loads(line))
+                found[kept.name] = kept
             except (ValueError, TypeError):
                 self.torn += 1
-                continue
-            found[kept.name] = kept
         return found
 
     def add(self, kept: Kept) -> None:
         """Put `kept` in, in place of what there is of its name."""
-        self._write({**self.read(), kept.name: kept}.values())
+        self._write({**self.read(), kept.name: kept})
 
     def drop(self, names: Iterable[str]) -> None:
         """Forget the measurements of these names."""
-        gone = set(names)
-        found = self.read()
+        gone, found = set(names), self.read()
         if gone & found.keys():
-            self._write([kept for name, kept in found.items() if name not in gone])
+            self._write({name: kept for name, kept in found.items() if name not in gone})
 
-    def _write(self, lines: Iterable[Kept]) -> None:
+    def _write(self, found: Mapping[str, Kept]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(self.path, "".join(json.dumps(asdict(kept)) + "\n" for kept in lines))
+        write_text(self.path, "".join(json.dumps(asdict(kept)) + "\n" for kept in found.values()))
 
 
 def still_holds(measurement: Measurement, kept: Mapping[str, Kept], device: str | None) -> bool:
@@ -174,14 +166,7 @@ def fill(
 
 
 def _put(bench: Benchmark, row: Row, figures: Mapping[str, Any]) -> None:
+    given = {name: figures.get(name) for name in ("ours", "peer", "reason")}
     bench.row(
-        row.what,
-        unit=row.unit,
-        ours=figures.get("ours"),
-        peer=figures.get("peer"),
-        peer_name=row.peer_name,
-        bar_op=row.bar_op,
-        bar_value=row.bar_value,
-        bar=row.bar,
-        reason=figures.get("reason"),
-    )
+        row.what, unit=row.unit, peer_name=row.peer_name, bar_op=row.bar_op, bar_value=row.bar_value, **given
+    )  # fmt: skip

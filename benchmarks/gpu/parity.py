@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._harness import ROOT
+from benchmarks.gpu.llama import SEED, stage
 from benchmarks.gpu.measurements import Figures
 
-SEED = 0
 EPS = 1e-5
 """AdamW's ε: a gradient that is nothing but rounding must not become as large a step as any."""
 KINDS = (
@@ -137,12 +137,9 @@ def trained(
     """Losses of the updates, and by how much each trained tensor moved (CPU, float64)."""
     from benchmarks._rehearsal import REGULARIZERS as known
     from flatshift.finetune.adapters.adapter import attach_adapter, trainable
-    from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Train
+    from flatshift.finetune.config import Adapter, Optimizer, Train
     from flatshift.finetune.models.load import load_backbone
-    from flatshift.finetune.run_directory import RunDirectory
-    from flatshift.finetune.train.stage import TrainingStage
     from flatshift.finetune.train.trainer import Trainer
-    from flatshift.regularizers import build
 
     backbone = load_backbone(
         made.backbone, task=made.task, label_names=made.labels, precision=precision, dropout=0.0, device=device
@@ -156,32 +153,13 @@ def trained(
         if on_step is not None:
             on_step(line)
 
-    Trainer(
-        model,
-        made.tokenizer,
-        TrainingStage(
-            name="fine-tune",
-            task=made.task,
-            batches=made.batches,
-            dev=[],
-            optimizer=Optimizer(lr=1e-3, warmup=0.0, eps=EPS),
-            train=Train(
-                steps=updates,
-                precision=precision,
-                accumulate=2,
-                save_every=save_every,
-                keep=2,
-                device=device,
-                threads=None,
-                deterministic=deterministic,
-            ),
-            evaluate=Evaluate(),
-            regularizer=build(known[regularizer]),
-            run=RunDirectory.open(folder) if folder.exists() else RunDirectory.create(folder),
-            seed=SEED,
-            on_step=note,
-        ),
-    ).fit()
+    train = Train(
+        steps=updates, precision=precision, accumulate=2, save_every=save_every, keep=2, device=device, threads=None,
+        deterministic=deterministic,
+    )  # fmt: skip
+    optimizer, noise = Optimizer(lr=1e-3, warmup=0.0, eps=EPS), known[regularizer]
+    run = stage(made.task, made.batches, train, folder, optimizer=optimizer, regularizer=noise, on_step=note)
+    Trainer(model, made.tokenizer, run).fit()
     return losses, {name: p.detach().cpu().double() - start[name] for name, p in trainable(model).items()}
 
 
@@ -215,19 +193,13 @@ def equal(
         for regularizer in regularizers:
             runs = {
                 name: trained(
-                    made,
-                    updates=updates,
-                    device=where,
-                    precision=precision,
-                    regularizer=regularizer,
+                    made, updates=updates, device=where, precision=precision, regularizer=regularizer,
                     folder=Path(folder) / f"{regularizer}-{name}",
                 )
                 for name, where, precision in (
-                    ("reference", "cpu", "fp32"),
-                    ("fp32", device, "fp32"),
-                    ("bf16", device, "bf16"),
+                    ("reference", "cpu", "fp32"), ("fp32", device, "fp32"), ("bf16", device, "bf16"),
                 )
-            }
+            }  # fmt: skip
             for name in ("fp32", "bf16"):
                 for figure, value in zip(("loss", "adapter"), distances(runs[name], runs["reference"]), strict=True):
                     worst[f"{figure}|{name}"] = max(worst.get(f"{figure}|{name}", (-1.0, "")), (value, regularizer))
@@ -254,48 +226,31 @@ def resumed(
 
     The other figure is that of two runs that nobody killed: where those differ, it is not the resume that does it.
     """
-    made = objective("language-model", rows=rows, length=length, limit=limit)
-
-    def run(folder: Path) -> dict[str, Any]:
-        return trained(
-            made,
-            updates=updates,
-            device=device,
-            precision=precision,
-            regularizer="ggpo",
-            folder=folder,
-            save_every=2,
-            deterministic=True,
-        )[1]
-
+    run = {"device": device, "precision": precision, "updates": updates, "rows": rows, "length": length, "limit": limit}
     with tempfile.TemporaryDirectory() as place:
-        whole, again = run(Path(place) / "whole"), run(Path(place) / "again")
-        arguments = (device, precision, updates, killed_after, rows, length, limit, str(Path(place) / "killed"))
-        code = f"from benchmarks.gpu.parity import die; die{arguments!r}"
+        whole, again = (_deterministic(f"{place}/{name}", **run) for name in ("whole", "again"))
+        arguments = {**run, "folder": f"{place}/killed", "killed_after": killed_after}
+        code = f"from benchmarks.gpu.parity import _deterministic; _deterministic(**{arguments!r})"
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
         if done.returncode != -signal.SIGKILL:
             raise RuntimeError(f"the run that was to be killed ended with {done.returncode}: {done.stderr[-300:]}")
-        resumed = run(Path(place) / "killed")
-    return {
-        "resumed": {"ours": float(unlike(resumed, whole))},
-        "repeated": {"ours": float(unlike(again, whole))},
-    }
+        resumed = _deterministic(f"{place}/killed", **run)
+    return {"resumed": {"ours": float(unlike(resumed, whole))}, "repeated": {"ours": float(unlike(again, whole))}}
 
 
-def die(device: str, precision: str, updates: int, after: int, rows: int, length: int, limit: int, folder: str) -> None:
-    """The same run in this process, which ends by SIGKILL after an update."""
-    made = objective("language-model", rows=rows, length=length, limit=limit)
-    trained(
-        made,
-        updates=updates,
-        device=device,
-        precision=precision,
-        regularizer="ggpo",
-        folder=Path(folder),
-        save_every=2,
-        deterministic=True,
-        on_step=lambda line: os.kill(os.getpid(), signal.SIGKILL) if line["step"] == after else None,
-    )
+def _deterministic(
+    folder: str, *, device: str, precision: str, updates: int, rows: int, length: int, limit: int, killed_after: int = 0
+) -> dict[str, Any]:
+    """How each trained tensor moved in a deterministic GGPO run; killed_after: the update that ends this process."""
+
+    def kill(line: dict[str, Any]) -> None:
+        if line["step"] == killed_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return trained(
+        objective("language-model", rows=rows, length=length, limit=limit), updates=updates, device=device,
+        precision=precision, regularizer="ggpo", folder=Path(folder), save_every=2, deterministic=True, on_step=kill,
+    )[1]  # fmt: skip
 
 
 def unlike(mine: dict[str, Any], theirs: dict[str, Any]) -> int:

@@ -44,7 +44,7 @@ TOYS: dict[str, dict[str, Any]] = {
     f"{HERE}.smoke:command": {},
     f"{HERE}.smoke:waits": {"shape": TOY, "sequence": 24},
     f"{HERE}.speed:speed": {**_SMALL, "shape": TOY, "updates": 1, "product": (64,)},
-    f"{HERE}.speed:regularized": {**_SMALL, "shape": TOY, "cycles": 1},
+    f"{HERE}.speed:regularized": {**_SMALL, "shape": TOY, "updates": 1},
     f"{HERE}.parity:equal": {"updates": 2, "rows": 1, "length": 128, "limit": 8, "regularizers": ("mgpo",)},
     f"{HERE}.parity:resumed": {"updates": 4, "killed_after": 3, "rows": 1, "length": 16, "limit": 8},
     f"{HERE}.transport:agreement": {"n": 4000, "m": 60, "d": 16},
@@ -57,16 +57,7 @@ TOYS: dict[str, dict[str, Any]] = {
 
 def plan() -> list[Measurement | Best]:
     """All measurements, in the order in which they are made."""
-    return [
-        *smoke(),
-        *parity(),
-        peak(),
-        *headline(),
-        *regularizers(),
-        *transport(),
-        *others(),
-        *low_bits(),
-    ]
+    return [*smoke(), *parity(), peak(), *headline(), *regularizers(), *transport(), *others(), *low_bits()]
 
 
 def rehearsed(entries: Sequence[Measurement | Best], seconds: float = 10.0) -> list[Measurement | Best]:

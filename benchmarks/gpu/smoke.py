@@ -67,12 +67,7 @@ def step(
     made = objective(kind, rows=rows, length=length, limit=limit, pack=pack)
     with tempfile.TemporaryDirectory() as folder:
         losses, moved = trained(
-            made,
-            updates=updates,
-            device=device,
-            precision="bf16",
-            regularizer=regularizer,
-            folder=Path(folder) / "run",
+            made, updates=updates, device=device, precision="bf16", regularizer=regularizer, folder=Path(folder) / "run"
         )
     took = time.perf_counter() - start
     if len(losses) != updates or not all(map(math.isfinite, losses)):

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Semaphore, Thread
 from typing import TYPE_CHECKING, Any, Literal
 
 from benchmarks.gpu.devices import PUBLISHED_TOKENS, Device, best_product, dense_peak, first_line, out_of_memory
-from benchmarks.gpu.llama import SEED, SHAPES, Padder, Shape, adapted, batches, configuration, operations
+from benchmarks.gpu.llama import LANGUAGE, SHAPES, Padder, Shape, adapted, batches, configuration, operations, stage
 from benchmarks.gpu.measurements import Figures
 
 if TYPE_CHECKING:
@@ -62,113 +62,52 @@ def settings(case: Case, device: str) -> Any:
     from flatshift.finetune.config import Train
 
     return Train(
-        steps=NEVER,
-        batch_size=case.rows,
-        max_length=case.sequence,
-        precision=case.precision,
-        checkpointing=case.checkpointing,
-        compile=case.way == "compiled",
-        save_every=0,
-        device=device,
-    )
+        steps=NEVER, batch_size=case.rows, max_length=case.sequence, precision=case.precision,
+        checkpointing=case.checkpointing, compile=case.way == "compiled", save_every=0, device=device,
+    )  # fmt: skip
 
 
 def stage_of(case: Case, device: str, folder: Path, *, regularizer: Any = None, **more: Any) -> tuple[Any, Any, Any]:
     """Model, tokenizer and stage of a case, for `Trainer`. more: of `TrainingStage`, in place of the case's."""
-    from flatshift.finetune.config import Evaluate, Optimizer
-    from flatshift.finetune.run_directory import RunDirectory
-    from flatshift.finetune.tasks import LanguageModel
-    from flatshift.finetune.train.stage import TrainingStage
-    from flatshift.regularizers import Plain, build
-
-    stage = TrainingStage(
-        name="fine-tune",
-        task=LanguageModel(pack=False),
-        batches=batches(case.shape, rows=case.rows, sequence=case.sequence),
-        dev=[],
-        optimizer=Optimizer(lr=1e-4),
-        train=settings(case, device),
-        evaluate=Evaluate(),
-        regularizer=build(regularizer or Plain()),
-        run=RunDirectory.create(folder),
-        seed=SEED,
-    )
+    found = batches(case.shape, rows=case.rows, sequence=case.sequence)
+    made = stage(LANGUAGE, found, settings(case, device), folder, regularizer=regularizer, **more)
     model = adapted(case.shape, device, rank=case.rank, checkpointing=case.checkpointing, precision=case.precision)
-    return model, Padder(), replace(stage, **more)
+    return model, Padder(), made
 
 
-class _Closed(BaseException):
-    """Ends a paused stage; nothing of it is saved."""
+class _Left(BaseException):
+    """Ends a stage; nothing of it is saved."""
 
 
-class Updates:
-    """A stage of ours in a thread of its own, which runs for one update at a time while the caller waits."""
+def update_seconds(
+    model: Any, tokenizer: Any, stage: TrainingStage, device: str, *, warm: int, updates: int, new_peak: bool = False
+) -> list[float]:
+    """Seconds of each update after `warm` of them, the device waited for each time; the stage is left then.
 
-    def __init__(self, model: Any, tokenizer: Any, stage: TrainingStage) -> None:
-        """stage: without a `stop` of its own, by which it is paused here."""
-        self._go, self._done = Semaphore(0), Semaphore(0)
-        self._closed = False
-        self._error: BaseException | None = None
+    new_peak: begin the peak of memory anew after the first update: not that of reading and quantising.
+    """
+    from flatshift.finetune.train.trainer import Trainer
 
-        def run() -> None:
-            from flatshift.finetune.train.trainer import Trainer
+    where, stamps = Device(device), []
 
-            try:
-                self._wait()
-                Trainer(model, tokenizer, replace(stage, stop=self._pause)).fit()
-            except _Closed:
-                pass
-            except BaseException as error:
-                self._error = error
-            finally:
-                self._done.release()
-
-        self._thread = Thread(target=run, daemon=True)
-        self._thread.start()
-
-    def _pause(self) -> bool:
-        """Asked after every update."""
-        self._done.release()
-        self._wait()
+    def stop() -> bool:
+        stamps.append(where.now())
+        if new_peak and len(stamps) == 1:
+            where.clear()
+        if len(stamps) > warm + updates:
+            raise _Left
         return False
 
-    def _wait(self) -> None:
-        self._go.acquire()
-        if self._closed:
-            raise _Closed
-
-    def update(self) -> None:
-        """One whole update; raises what the stage raises."""
-        self._go.release()
-        self._done.acquire()
-        if self._error is not None:
-            raise self._error
-
-    def close(self) -> None:
-        """Leave the stage as it is."""
-        self._closed = True
-        self._go.release()
-        self._thread.join()
+    with contextlib.suppress(_Left):
+        Trainer(model, tokenizer, replace(stage, stop=stop)).fit()
+    return [later - sooner for sooner, later in itertools.pairwise(stamps)][warm:]
 
 
-@contextlib.contextmanager
-def open_updates(case: Case, device: str, *, regularizer: Any = None) -> Iterator[Updates]:
-    """`Updates` in a folder of its own, left at the end."""
-    with tempfile.TemporaryDirectory() as folder:
-        made = Updates(*stage_of(case, device, Path(folder) / "run", regularizer=regularizer))
-        try:
-            yield made
-        finally:
-            made.close()
-
-
-def ours(case: Case, device: str) -> list[float]:
+def ours(case: Case, device: str, regularizer: Any = None) -> list[float]:
     """Seconds of each counted update."""
-    where = Device(device)
-    with open_updates(case, device) as run:
-        for _ in range(case.warm):
-            run.update()
-        return [where.seconds(run.update) for _ in range(case.updates)]
+    with tempfile.TemporaryDirectory() as folder:
+        made = stage_of(case, device, Path(folder) / "run", regularizer=regularizer)
+        return update_seconds(*made, device, warm=case.warm, updates=case.updates)
 
 
 # --------------------------------------------------------------------------------------------- the peers'
@@ -341,14 +280,13 @@ def _planned(case: Case, device: str, mine: Seen) -> Figures:
     from flatshift.finetune.planner.layouts import price_layout
     from flatshift.finetune.planner.rules import RuleSettings
     from flatshift.finetune.planner.sizes import read_sizes
-    from flatshift.finetune.tasks import LanguageModel
 
-    task, adapter = LanguageModel(pack=False), Adapter(rank=case.rank)
+    adapter = Adapter(rank=case.rank)
     with tempfile.TemporaryDirectory() as folder:
         configuration(case.shape).save_pretrained(folder)
-        sizes = read_sizes(folder, adapter).under(task)
+        sizes = read_sizes(folder, adapter).under(LANGUAGE)
     cluster = Cluster.at_hand(detect_devices(device), 1, 1)
-    layout = price_layout(RuleSettings(Mesh(), settings(case, device), adapter, task), sizes, cluster)
+    layout = price_layout(RuleSettings(Mesh(), settings(case, device), adapter, LANGUAGE), sizes, cluster)
     found: Figures = {}
     for figure, measured, planned, unit in (
         ("memory_plan", mine.bytes, float(layout.needs.total), 2**30),
@@ -383,20 +321,15 @@ def regularized(
     way: Way = "full",
     rank: int = 16,
     warm: int = 3,
-    cycles: int = 4,
+    updates: int = 4,
 ) -> Figures:
-    """An update with a regularizer beside a plain one: two models at once, single updates in the order A B B A."""
+    """An update with a regularizer beside a plain one: runs in the order A B B A."""
     from flatshift.regularizers import config
 
-    where, case = Device(device), Case(shape_of(shape), sequence, rows, rank, way, warm)
     noise = {"ggpo": config.GGPO, "mgpo": config.MGPO}[kind]()
-    noisy: list[float] = []
-    plain: list[float] = []
-    with open_updates(case, device, regularizer=noise) as mine, open_updates(case, device) as theirs:
-        for run in (mine, theirs):
-            for _ in range(warm):
-                run.update()
-        for _ in range(cycles):
-            for run, took in ((mine, noisy), (theirs, plain), (theirs, plain), (mine, noisy)):
-                took.append(where.seconds(run.update))
-    return {"seconds": {"ours": noisy, "peer": plain}}
+    case = Case(shape_of(shape), sequence, rows, rank, way, warm, updates)
+    took: dict[Any, list[float]] = {None: [], noise: []}
+    for regularizer in (noise, None, None, noise):
+        took[regularizer] += ours(case, device, regularizer)
+        Device(device).clear()
+    return {"seconds": {"ours": took[noise], "peer": took[None]}}

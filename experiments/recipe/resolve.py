@@ -31,6 +31,7 @@ from flatshift.experiments.recipe.tree import (
 from flatshift.finetune.atomic import read_json_object
 from flatshift.finetune.data.chat.template import AUTO, list_shipped_templates, read_template
 from flatshift.finetune.data.config import Files, Source, TrainFiles
+from flatshift.finetune.digests import check_entries
 from flatshift.finetune.errors import UserError, is_remote, shorten, user_path
 from flatshift.finetune.launch.consistency import flatten_settings
 from flatshift.finetune.run_directory import resume_command
@@ -377,11 +378,13 @@ def resume_recipe(run: Path, overrides: Sequence[Branch] = (), *, other_rows: bo
 
     other_rows: files are read that are not the run's own, so `data.columns` and `data.bad_rows` may be too.
 
-    Raises UserError if `run` is no run directory, its template changed, or an override changes anything else.
+    Raises UserError if `run` is no run directory or leads out of itself (`check_entries`), its template changed, or an
+    override changes anything else.
     """
     path = run / "recipe.resolved.yaml"
     if not path.is_file():
         raise UserError(f"{run} is not a run directory: it has no recipe.resolved.yaml")
+    check_entries(run)
     tree = parse_file(path)
     if isinstance(tree, Branch) and not tree.children:
         raise UserError(f"{path} is empty; restore it from a copy of the run, or train again")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flatshift.experiments.report.page import build_report, write_plots
+    from flatshift.experiments.report.page import build_report
 
-__all__ = ["build_report", "write_plots"]
+__all__ = ["build_report"]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from flatshift.experiments.report.blocks import ChartGroup
+from flatshift.experiments.report.blocks import Chapter, ChartGroup
 from flatshift.experiments.report.chapters import build_chapter
 from flatshift.experiments.report.figure import chart_style
 from flatshift.experiments.report.html import render
@@ -19,26 +19,29 @@ from flatshift.finetune.errors import UserError
 _OURS, _HEAD = b'<meta name="generator" content="flatshift"', 4096
 
 
-def build_report(paths: Sequence[str | Path], *, out: str | Path) -> Path:
+def build_report(paths: Sequence[str | Path], *, out: str | Path, plots: bool = False) -> Path:
     """Write one offline page about the runs in `paths` to `out` atomically and return `out`.
 
     paths: run directories of `train`, `select` or `sweep`, studies, or folders that hold several of these. Only files
     of the run directory contract are read; missing ones are left out of the page. Several training runs are first
-    compared side by side. The same files give the same bytes. Raises UserError for a path that is not a run directory,
-    for an unreadable or foreign file in it, and if `out` exists and is not a page of ours.
+    compared side by side. The same files give the same bytes.
+
+    plots: also write the charts of each run directory to its `plots/`, as SVG files.
+
+    Raises UserError for a path that is not a run directory, for an unreadable or foreign file in it, and if `out`
+    exists and is not a page of ours.
     """
     check_replaceable(Path(out))
-    write_text(out, report_html(paths))
-    return Path(out)
-
-
-def report_html(paths: Sequence[str | Path]) -> str:
-    """Return the page of `build_report` as text. Raises UserError like `build_report`."""
     runs = find_runs([Path(p) for p in paths])
     with chart_style():
-        chapters = [side_by_side_chapter(runs), *(build_chapter(run) for run in runs)]
-    present = [chapter for chapter in chapters if chapter is not None]
-    return render([replace(chapter, slug=f"run{number}") for number, chapter in enumerate(present, 1)])
+        comparison = side_by_side_chapter(runs)
+        chapters = [build_chapter(run) for run in runs]
+    if plots:
+        for run, chapter in zip(runs, chapters, strict=True):
+            _write_plots(run.path / "plots", chapter)
+    present = chapters if comparison is None else [comparison, *chapters]
+    write_text(out, render([replace(chapter, slug=f"run{number}") for number, chapter in enumerate(present, 1)]))
+    return Path(out)
 
 
 def check_replaceable(out: Path) -> None:
@@ -52,19 +55,11 @@ def check_replaceable(out: Path) -> None:
             )
 
 
-def write_plots(run: str | Path) -> list[Path]:
-    """Write the charts of one run directory as files `plots/*.svg` and return their paths. Raises UserError like
-    `build_report`."""
-    paths = []
-    for results in find_runs([Path(run)]):
-        remove_leftovers(results.path / "plots")
-        with chart_style():
-            sections = build_chapter(results).sections
-        groups = [block for section in sections for block in section.blocks if isinstance(block, ChartGroup)]
-        counts: Counter[str] = Counter()
-        for chart in [chart for group in groups for chart in group.charts]:
-            counts[chart.name] += 1
-            name = chart.name if counts[chart.name] == 1 else f"{chart.name}-{counts[chart.name]}"
-            paths.append(results.path / "plots" / f"{name}.svg")
-            write_text(paths[-1], chart.standalone)
-    return paths
+def _write_plots(directory: Path, chapter: Chapter) -> None:
+    remove_leftovers(directory)
+    groups = [block for section in chapter.sections for block in section.blocks if isinstance(block, ChartGroup)]
+    counts: Counter[str] = Counter()
+    for chart in [chart for group in groups for chart in group.charts]:
+        counts[chart.name] += 1
+        name = chart.name if counts[chart.name] == 1 else f"{chart.name}-{counts[chart.name]}"
+        write_text(directory / f"{name}.svg", chart.standalone)

@@ -10,11 +10,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO, cast
 
-from flatshift.finetune.errors import STOP_SIGNALS, Interrupted, escape_control_characters
+from flatshift.finetune.errors import STOP_SIGNALS, EscapedStream, Interrupted, escape_control_characters
 from flatshift.finetune.figures import format_rate
 
 Draw = Callable[..., Path]
@@ -159,7 +160,6 @@ class Console:
 
     def _bar(self, label: str, total: int | None, unit: str, brief: bool) -> Iterator[ProgressBar]:
         from rich import progress as bars
-        from rich.console import Console as RichConsole
 
         columns: tuple[Any, ...] = (
             bars.TextColumn("{task.description}"),
@@ -170,17 +170,13 @@ class Console:
             bars.TextColumn("{task.fields[note]}", style="dim"),
         )
         meter = _RateMeter()
-        with pause_heartbeat(), bars.Progress(*columns, console=RichConsole(stderr=True), transient=brief) as progress:
+        bar = partial(bars.Progress, *columns, transient=brief)
+        with pause_heartbeat(), drawn(lambda console: bar(console=console)) as progress:
             task = progress.add_task(label, total=total, note="", rate="")
 
             def update(done: int, note: str = "") -> None:
-                rate = meter.report(done)
-                progress.update(
-                    task,
-                    completed=done,
-                    note=escape_control_characters(note),
-                    rate=format_rate(rate, unit) if unit else "",
-                )
+                rate, note = meter.report(done), escape_control_characters(note)
+                progress.update(task, completed=done, note=note, rate=format_rate(rate, unit) if unit else "")
 
             yield update
 
@@ -207,6 +203,16 @@ class Console:
         yield update
         if printed != latest and not (brief and printed is None):
             print_line(*latest)
+
+
+@contextmanager
+def drawn(make: Callable[[Any], Any]) -> Iterator[Any]:
+    """Show the display that `make` returns for a console of rich; what others print above it is escaped."""
+    from rich.console import Console as RichConsole
+
+    console = RichConsole(file=getattr(sys.stderr, "unescaped", sys.stderr))
+    with make(console) as display, redirect_stderr(cast("TextIO", EscapedStream(sys.stderr, redact=True))):
+        yield display
 
 
 @contextmanager

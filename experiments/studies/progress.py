@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from flatshift.experiments.run.console import Console
+from flatshift.experiments.run.console import Console, drawn
 from flatshift.experiments.studies.cell import Cell, point_label
 
 _MIN_FITTED = 4
@@ -180,10 +180,9 @@ class CellProgress:
     def displayed(self) -> Iterator[None]:
         """Show the table (terminal) while inside; print a last line at the end."""
         if self.console.terminal:
-            from rich.console import Console as RichConsole
             from rich.live import Live
 
-            with Live(console=RichConsole(stderr=True), auto_refresh=False, transient=True) as live:
+            with drawn(lambda console: Live(console=console, auto_refresh=False, transient=True)) as live:
                 self._refresh = lambda: live.update(self._renderable(), refresh=True)
                 self._refresh()
                 try:

@@ -13,10 +13,10 @@ bodies, prompts and waiting time are limited, and an answer is stopped when its 
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import ipaddress
 import json
-import math
 import queue
 import select
 import socket
@@ -34,166 +34,24 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-from flatshift.experiments.workflows.generate import GenerativeRuns, Question, TokenScore, UnknownRun
+from flatshift.experiments.workflows import openai_forms as forms
+from flatshift.experiments.workflows.generate import GenerativeRuns, Question, UnknownRun
+from flatshift.experiments.workflows.openai_forms import RefusalError
 from flatshift.finetune.errors import UserError, is_out_of_memory
 
-_LONGEST = 2 << 20
-"""Maximum bytes of a request body."""
 _CONNECTIONS = 256
 _WAITING = 256
 """Maximum answers that wait; a request beyond them is refused."""
-_CHOICES = 128
-"""Maximum answers of a request: prompts times `n`."""
 _PATIENCE = 30.0
 """Seconds in which a client must send its request, and take each part of the answer."""
 _LOOK = 0.2
 """Seconds between looks at the client while its answer is generated."""
 _GATHER = 0.01
-"""Seconds to wait for further requests before a batch starts."""
+"""Seconds without a further request after which a batch starts."""
 _BATCH = 16
 """Maximum answers in a batch."""
 _BATCH_TOKENS = 1 << 16
 """Maximum tokens of a batch, prompts and answers with padding; a single answer may have more."""
-
-
-class RefusalError(Exception):
-    """Refusal of a request, by its HTTP status, one sentence, and the parameter at fault."""
-
-    def __init__(self, status: HTTPStatus, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
-
-
-# ------------------------------------------------------------------------------------------------------------ requests
-
-
-def _is_integer(low: int, high: int) -> Callable[[Any], bool]:
-    return lambda value: type(value) is int and low <= value <= high
-
-
-def _is_number(low: float, high: float) -> Callable[[Any], bool]:
-    return lambda value: type(value) in (int, float) and low <= value <= high and math.isfinite(value)
-
-
-def _is_list(check: Callable[[Any], bool], most: int) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and 0 < len(value) <= most and all(map(check, value))
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_stop(value: Any) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= 200
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_stream_options(value: Any) -> bool:
-    return isinstance(value, dict) and value.keys() <= {"include_usage"} and all(map(_is_flag, value.values()))
-
-
-_TOKENS = _is_list(_is_integer(0, 1 << 32), _LONGEST)
-_PROMPTS = (_is_text, _TOKENS, _is_list(_is_text, _CHOICES), _is_list(_TOKENS, _CHOICES))
-_MOST_TOKENS, _MOST_LOGPROBS, _MOST_STOPS = 1 << 20, 20, 16
-_COMMON: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "model": (_is_text, "the name of a run"),
-    "max_tokens": (_is_integer(0, _MOST_TOKENS), f"a whole number from 1 to {_MOST_TOKENS:,}"),
-    "temperature": (_is_number(0, 100), "a number from 0 to 100"),
-    "top_p": (_is_number(0, 1), "a number from 0 to 1"),
-    "seed": (_is_integer(0, 2**63 - 1), "a whole number from 0 to 2^63 - 1"),
-    "n": (_is_integer(1, _CHOICES), f"a whole number from 1 to {_CHOICES}"),
-    "stop": (
-        lambda value: _is_stop(value) or value == [] or _is_list(_is_stop, _MOST_STOPS)(value),
-        f"a text of 1 to 200 characters, or a list of up to {_MOST_STOPS} of them",
-    ),
-    "stream": (_is_flag, "true or false"),
-    "stream_options": (_is_stream_options, 'an object such as {"include_usage": true}'),
-}
-_FIELDS: dict[bool, dict[str, tuple[Callable[[Any], bool], str]]] = {
-    True: {
-        **_COMMON,
-        "messages": (_is_list(lambda value: isinstance(value, dict), _LONGEST), "a list of messages"),
-        "max_completion_tokens": (_is_integer(1, _MOST_TOKENS), f"a whole number from 1 to {_MOST_TOKENS:,}"),
-        "logprobs": (_is_flag, "true or false"),
-        "top_logprobs": (_is_integer(0, _MOST_LOGPROBS), f"a whole number from 0 to {_MOST_LOGPROBS}"),
-    },
-    False: {
-        **_COMMON,
-        "prompt": (
-            lambda value: any(is_prompt(value) for is_prompt in _PROMPTS),
-            "a text, a list of tokens, or a list of either",
-        ),
-        "logprobs": (
-            lambda value: value is False or _is_integer(0, _MOST_LOGPROBS)(value),
-            f"a whole number from 0 to {_MOST_LOGPROBS}",
-        ),
-        "echo": (_is_flag, "true or false"),
-    },
-}  # fmt: skip
-"""Parameters of chat (True) and completion requests: the check of a value, and its description."""
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "tools": ([],), "functions": ([],),
-    "tool_choice": ("none", "auto"), "function_call": ("none", "auto"), "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},), "modalities": (["text"],), "store": (False,),
-    "service_tier": ("auto", "default"), "suffix": ("",), "best_of": (1,),
-}  # fmt: skip
-"""Parameters that clients send at their defaults: accepted at these values, or null."""
-_LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
-"""Parameters that say who asks: no answer depends on them."""
-
-
-def _parse_fields(body: Any, chat: bool) -> dict[str, Any]:
-    """Return the parameters of a request that are not null. Raises RefusalError for one that cannot be followed."""
-    if not isinstance(body, dict):
-        raise RefusalError(HTTPStatus.BAD_REQUEST, "the body must be a JSON object")
-    known = _FIELDS[chat]
-    fields = {key: value for key, value in body.items() if value is not None and key not in _LABELS}
-    for key, value in fields.items():
-        if key in _NEUTRAL:
-            if value not in _NEUTRAL[key]:
-                values = " or ".join(json.dumps(one) for one in _NEUTRAL[key])
-                raise RefusalError(HTTPStatus.BAD_REQUEST, f"{key!r} can only be {values} here; leave it out", key)
-        elif key not in known:
-            names = ", ".join(sorted(known))
-            raise RefusalError(HTTPStatus.BAD_REQUEST, f"{key[:100]!r} is not known here; known are {names}", key[:100])
-        elif not known[key][0](value):
-            raise RefusalError(HTTPStatus.BAD_REQUEST, f"{key} must be {known[key][1]}", key)
-    fields = {key: value for key, value in fields.items() if key in known}
-    prompt = "messages" if chat else "prompt"
-    has_scores = fields.get("logprobs", False) is not False
-    for key, is_wrong, why in (
-        (prompt, prompt not in fields, "is missing"),
-        ("max_tokens", fields.get("max_tokens") == 0 and not fields.get("echo"), "can be 0 only with echo"),
-        ("max_tokens", {"max_tokens", "max_completion_tokens"} <= fields.keys(), "is max_completion_tokens; give one"),
-        ("top_p", fields.get("top_p", 1) < 1 and "temperature" not in fields, "needs a temperature above 0"),
-        ("top_logprobs", "top_logprobs" in fields and not has_scores, "needs logprobs: true"),
-        ("stream_options", "stream_options" in fields and not fields.get("stream"), "needs stream: true"),
-        ("stream", fields.get("stream") and (has_scores or fields.get("echo")), "gives neither logprobs nor echo"),
-    ):
-        if is_wrong:
-            raise RefusalError(HTTPStatus.BAD_REQUEST, f"{key} {why}", key)
-    return fields
-
-
-def _read_decoding(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the request's settings as fields of `flatshift.finetune.evaluate.generation.Decoding`."""
-    longest = fields.get("max_completion_tokens", fields.get("max_tokens"))
-    decoding: dict[str, Any] = {key: fields[key] for key in ("temperature", "seed") if key in fields}
-    if "temperature" in decoding:
-        decoding["temperature"] = float(decoding["temperature"])
-    if decoding.get("temperature") and fields.get("top_p", 1) < 1:
-        decoding["top_p"] = float(fields["top_p"])
-    return decoding if longest is None else decoding | {"max_new_tokens": max(1, longest)}
-
-
-def _reject_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-# ------------------------------------------------------------------------------------------------------------- answers
 
 
 _Waiting = tuple[Question, Callable[[Exception | None], None]]
@@ -246,8 +104,10 @@ class Batcher(threading.Thread):
                 self._changed.wait_for(lambda: self._waiting or self._is_closed)
                 if self._is_closed:
                     return
-            time.sleep(_GATHER)
-            with self._changed:
+                count = 0
+                while count < len(self._waiting) < _BATCH:  # clients that ask together come one by one
+                    count = len(self._waiting)
+                    self._changed.wait_for(lambda: len(self._waiting) > count or self._is_closed, _GATHER)  # noqa: B023
                 batch = self._take()
                 self._current = [question for question, _ in batch]
             if batch:
@@ -353,13 +213,11 @@ class Server(socketserver.ThreadingTCPServer):
                 return super().process_request(request, client_address)
             except RuntimeError:  # no thread can be started
                 self._slots.release()
-        body = _error_body(f"{_CONNECTIONS} connections are open already; try again later", "server_error")
+        body = forms.error_body(f"{_CONNECTIONS} connections are open already; try again later", "server_error")
         head = f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
         request.setblocking(False)
-        try:
+        with contextlib.suppress(OSError):
             request.send(f"{head}\r\nRetry-After: 1\r\nConnection: close\r\n\r\n".encode() + body)
-        except OSError:
-            pass
         self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -375,10 +233,8 @@ class Server(socketserver.ThreadingTCPServer):
         for connection, deadline in list(self.deadlines.items()):
             if now > deadline:
                 self.deadlines.pop(connection, None)
-                try:
+                with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RD)
-                except OSError:
-                    pass
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Report an error of this program; clients that leave are none."""
@@ -392,15 +248,11 @@ class Server(socketserver.ThreadingTCPServer):
 
 
 def _host_name(address: str | None) -> str | None:
-    """Return the name or address in `host:port`, in lower case; None if there is none."""
+    """Return the name or address in `host:port`, in lower case; None if there is none, or a user before it."""
     try:
-        return urllib.parse.urlsplit(f"//{address or ''}").hostname
+        return None if "@" in (address or "") else urllib.parse.urlsplit(f"//{address or ''}").hostname
     except ValueError:
         return None
-
-
-def _error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:
-    return json.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}}).encode()
 
 
 _LEFT = (ConnectionError, TimeoutError)
@@ -430,10 +282,8 @@ class RequestHandler(BaseHTTPRequestHandler):
     def finish(self) -> None:
         """Forget the connection."""
         self.server.deadlines.pop(self.connection, None)
-        try:
+        with contextlib.suppress(OSError):
             super().finish()
-        except OSError:
-            pass
 
     def do_GET(self) -> None:
         """Return the list of runs, or one of them."""
@@ -515,8 +365,8 @@ class RequestHandler(BaseHTTPRequestHandler):
             raise RefusalError(HTTPStatus.NOT_FOUND, f"no such path: {path[:200]}; POST /v1/chat/completions")
         if self.headers.get_content_type() != "application/json":
             raise RefusalError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "send JSON, with Content-Type: application/json")
-        if self._left > _LONGEST:
-            raise RefusalError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a body has at most {_LONGEST:,} bytes")
+        if self._left > forms.MAX_BODY:
+            raise RefusalError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a body has at most {forms.MAX_BODY:,} bytes")
         if not self._left:
             raise RefusalError(HTTPStatus.LENGTH_REQUIRED, "a request needs a body and its Content-Length")
         data, missing = self.rfile.read(self._left), self._left
@@ -525,11 +375,7 @@ class RequestHandler(BaseHTTPRequestHandler):
             self.close_connection = True
             raise RefusalError(HTTPStatus.REQUEST_TIMEOUT, "the body ended before its Content-Length")
         self.server.deadlines.pop(self.connection, None)
-        try:
-            body = json.loads(data, parse_constant=_reject_constant)
-        except (ValueError, RecursionError):
-            raise RefusalError(HTTPStatus.BAD_REQUEST, "the body is not valid JSON") from None
-        self._write(_parse_fields(body, chat), chat)
+        self._write(forms.parse_fields(data, chat), chat)
 
     def _write(self, fields: dict[str, Any], chat: bool) -> None:
         runs, name = self.server.runs, fields.get("model") or self.server.runs.names[0]
@@ -537,18 +383,20 @@ class RequestHandler(BaseHTTPRequestHandler):
         if not isinstance(prompts, list) or isinstance(prompts[0], int):
             prompts = [prompts]
         count, stop, streamed = fields.get("n", 1), fields.get("stop", []), fields.get("stream", False)
-        if len(prompts) * count > _CHOICES:
-            raise RefusalError(
-                HTTPStatus.BAD_REQUEST, f"a request has at most {_CHOICES} answers, prompts times n", "n"
-            )
+        if len(prompts) * count > forms.MAX_CHOICES:
+            raise RefusalError(HTTPStatus.BAD_REQUEST, f"prompts times n are at most {forms.MAX_CHOICES} answers", "n")
         self.server.batcher.check_room(len(prompts) * count)
         pieces: queue.SimpleQueue[tuple[int, str | Exception | None]] = queue.SimpleQueue()
-        tell = [partial(_put, pieces, index) for index in range(len(prompts) * count)]
-        stops, decoding = [stop] if isinstance(stop, str) else stop, _read_decoding(fields)
+
+        def put(index: int, piece: Any) -> None:
+            pieces.put((index, piece))
+
+        tell = [partial(put, index) for index in range(len(prompts) * count)]
+        stops, decoding = [stop] if isinstance(stop, str) else stop, forms.read_decoding(fields)
         asked = [runs.ask(name, prompt, raw=not chat, decoding=decoding, stop=stops) for prompt in prompts]
         questions = [
-            replace(asked[index // count], number=index, on_text=put if streamed else None, tokens=[])
-            for index, put in enumerate(tell)
+            replace(asked[index // count], number=index, on_text=tell[index] if streamed else None, tokens=[])
+            for index in range(len(tell))
         ]
         about = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -569,8 +417,8 @@ class RequestHandler(BaseHTTPRequestHandler):
         finally:
             for question in questions:
                 question.is_cancelled = True
-        choices = [_choice(runs, question, index, fields, chat) for index, question in enumerate(questions)]
-        return self._answer({**about, "choices": choices, "usage": _token_usage(questions, count)})
+        choices = [forms.format_choice(runs, question, index, fields, chat) for index, question in enumerate(questions)]
+        return self._answer({**about, "choices": choices, "usage": forms.token_usage(questions, count)})
 
     def _wait(
         self, questions: Sequence[Question], pieces: queue.SimpleQueue[tuple[int, str | Exception | None]]
@@ -619,13 +467,13 @@ class RequestHandler(BaseHTTPRequestHandler):
             text: dict[str, Any] = {"text": piece or ""}
             if chat:
                 text = {"delta": {} if piece is None else {"content": piece}}
-            reason = _finish_reason(questions[index]) if piece is None else None
+            reason = forms.finish_reason(questions[index]) if piece is None else None
             choice = {"index": index, **text, "logprobs": None, "finish_reason": reason}
             self._event({**about, "choices": [choice], **more})
         if usage:
-            self._event({**about, "choices": [], "usage": _token_usage(questions, len(questions))})
+            self._event({**about, "choices": [], "usage": forms.token_usage(questions, len(questions))})
         self._send(b"data: [DONE]\n\n")
-        self._end_stream()
+        self._send(b"")  # the last chunk
 
     def _begin_stream(self) -> None:
         self._is_streaming = True
@@ -642,10 +490,6 @@ class RequestHandler(BaseHTTPRequestHandler):
     def _send(self, data: bytes) -> None:
         chunked = self.request_version == "HTTP/1.1"
         self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n" if chunked else data)
-
-    def _end_stream(self) -> None:
-        if self.request_version == "HTTP/1.1":
-            self.wfile.write(b"0\r\n\r\n")
 
     def _end_headers(self) -> None:
         """End the headers, with those that let an allowed page read the answer."""
@@ -677,7 +521,7 @@ class RequestHandler(BaseHTTPRequestHandler):
 
     def _skip_body(self) -> None:
         """Read the rest of a body that nobody needs, so that the client reads the answer before the connection ends."""
-        if self._left > 8 * _LONGEST:
+        if self._left > 8 * forms.MAX_BODY:
             self.close_connection = True
             self._left = 0
         while self._left:
@@ -689,10 +533,10 @@ class RequestHandler(BaseHTTPRequestHandler):
 
     def _refuse(self, status: HTTPStatus, why: str, param: str | None = None, code: str | None = None) -> None:
         kind = "server_error" if status >= 500 else "invalid_request_error"
-        body = _error_body(why, "rate_limit_error" if status == 429 else kind, param, code)
+        body = forms.error_body(why, "rate_limit_error" if status == 429 else kind, param, code)
         if self._is_streaming:  # the status is sent already
             self._send(b"data: " + body + b"\n\n")
-            self._end_stream()
+            self._send(b"")  # the last chunk
             self.close_connection = True
         else:
             self._answer(body, status)
@@ -709,68 +553,3 @@ class RequestHandler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *arguments: Any) -> None:
         """Log nothing: requests are private."""
-
-
-def _put(pieces: queue.SimpleQueue[tuple[int, str | Exception | None]], index: int, piece: Any) -> None:
-    pieces.put((index, piece))
-
-
-def _finish_reason(question: Question) -> str:
-    return "stop" if question.ended else "length"
-
-
-def _token_usage(questions: Sequence[Question], count: int) -> dict[str, int]:
-    """Count tokens; every `count`-th question has a new prompt."""
-    prompts = sum(len(question.prompt.ids) for question in questions[::count])
-    tokens = sum(len(question.tokens) for question in questions)
-    return {"prompt_tokens": prompts, "completion_tokens": tokens, "total_tokens": prompts + tokens}
-
-
-def _choice(runs: GenerativeRuns, question: Question, index: int, fields: dict[str, Any], chat: bool) -> dict[str, Any]:
-    logprobs, prompt = None, question.prompt
-    wanted = fields.get("logprobs", False)
-    if wanted is not False:
-        scores = runs.score(
-            question.name, [*prompt.ids, *question.tokens], fields.get("top_logprobs", 0) if chat else wanted
-        )
-        if not fields.get("echo"):
-            scores = scores[len(prompt.ids) - 1 :]
-        logprobs = (_chat_logprobs if chat else _completion_logprobs)(question, scores, bool(fields.get("echo")))
-    said: dict[str, Any] = {"message": {"role": "assistant", "content": question.text}}
-    if not chat:
-        echo = prompt.text or question.tokenizer.decode(prompt.ids) if fields.get("echo") else ""
-        said = {"text": echo + question.text}
-    return {"index": index, **said, "logprobs": logprobs, "finish_reason": _finish_reason(question)}
-
-
-def _chat_logprobs(question: Question, scores: Sequence[TokenScore], echo: bool) -> dict[str, Any]:
-    def describe(token: int, logprob: float) -> dict[str, Any]:
-        text = str(question.tokenizer.decode([token]))
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-    content = [
-        {**describe(s.token, s.logprob), "top_logprobs": [describe(*pair) for pair in s.likeliest]} for s in scores
-    ]
-    return {"content": content, "refusal": None}
-
-
-def _completion_logprobs(question: Question, scores: Sequence[TokenScore], echo: bool) -> dict[str, Any]:
-    decode = question.tokenizer.decode
-    texts = [str(decode([token])) for token in ([question.prompt.ids[0]] if echo else [])]
-    first: list[None] = [None] * len(texts)  # nothing is before the first token
-    texts += [str(decode([score.token])) for score in scores]
-    offsets = [0]
-    for text in texts[:-1]:
-        offsets.append(offsets[-1] + len(text))
-    likeliest: list[dict[str, float] | None] = [*first]
-    for score in scores:
-        best: dict[str, float] = {}
-        for token, logprob in score.likeliest:  # the likeliest first: it stays where two tokens have one text
-            best.setdefault(str(decode([token])), logprob)
-        likeliest.append(best)
-    return {
-        "tokens": texts,
-        "token_logprobs": [*first, *(score.logprob for score in scores)],
-        "top_logprobs": likeliest,
-        "text_offset": offsets[: len(texts)],
-    }

@@ -226,14 +226,14 @@ def save_adapter(model: PeftModel, directory: str | Path) -> Path:
     misses a tensor, differs from a live one, or would be empty; nothing is written either.
     """
     directory = Path(directory)
+    trained = trainable(model)
     if folded_offsets(model):
-        return write_adapter(model, append_offsets(trainable(model), model), directory)
-    layers = lora_layers(model)
+        return write_adapter(model, append_offsets(trained, model), directory)
     config: Any = model.peft_config[ADAPTER]
-    has_head = any(f"{layer}.weight" in trainable(model) for layer in layers)  # a head under LoRA is skipped by PEFT
+    has_head = any(f"{layer}.weight" in trained for layer in lora_layers(model))  # a head under LoRA is skipped by PEFT
     has_biases = getattr(config, "bias", "none") != "none" and config.modules_to_save  # PEFT writes the modules' twice
     if has_head or has_biases:
-        return write_adapter(model, trainable(model), directory)
+        return write_adapter(model, trained, directory)
     with atomic_directory(directory) as temporary:
         vars(model)["create_or_update_model_card"] = lambda folder: None  # PEFT's empty card, 50 ms of template
         try:
@@ -241,7 +241,7 @@ def save_adapter(model: PeftModel, directory: str | Path) -> Path:
         finally:
             del vars(model)["create_or_update_model_card"]
         write_projector(model, temporary)
-        _check_written(temporary, trainable(model), directory)
+        _check_written(temporary, trained, directory)
     return directory
 
 

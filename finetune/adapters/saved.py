@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch import Tensor
 from ..atomic import read_json_object
 from ..config import match_pattern
 from ..digests import check_adapter, check_files, file_sha256
-from ..errors import UserError, user_path
+from ..errors import UserError, shorten, user_path
 from ..models.fingerprint import fingerprint
 from .offsets import ADAPTER, lora_layers
 
@@ -57,6 +58,7 @@ class SavedAdapter:
             settings = read_json_object(file, fix="save the adapter again")
         except UserError as error:
             raise UserError(f"{context}: {error}") from None
+        _check_patterns(settings, f"{context}: {file}")
         if settings.get("peft_type") != "LORA":
             raise UserError(
                 f"{context}: {name} holds a {settings.get('peft_type')} adapter; only LoRA can be taken over"
@@ -114,6 +116,16 @@ class SavedAdapter:
                 layer, rank = name.split(".lora_")[0], tensor.shape[0]
                 scales[layer] = rank, saved_scale(self.settings, layer, rank)
         return scales
+
+
+def _check_patterns(settings: Mapping[str, Any], place: str) -> None:
+    """Raise UserError for a pattern of layers that may take for ever to match: repeated groups, or many repetitions."""
+    for key in ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern"):
+        patterns = settings.get(key) or []
+        listed = patterns if isinstance(patterns, list | dict) else [patterns]
+        for pattern in map(str, listed):
+            if re.search(r"\)[*+{]", pattern) or len(re.findall(r"[*+{]", pattern)) > 3:
+                raise UserError(f"{place}: {key} has the pattern {shorten(pattern, 40)!r}; list the layers' names")
 
 
 def saved_scale(settings: Mapping[str, Any], layer: str, rank: int) -> float:

@@ -102,7 +102,10 @@ class BackboneSizes:
     def read(cls, directory: Path, adapter: Adapter) -> BackboneSizes:
         """Read the sizes of the backbone in `directory` under `adapter`. Raises UserError: config.json or the header of
         a weight file is missing or damaged."""
+        from ..models.backbone import load_config
+
         config = read_json_object(directory / "config.json", fix="fetch the backbone again")
+        load_config(directory)  # refuses sizes that are none
         text = config.get("text_config")
         config |= text if isinstance(text, dict) else {}
         return cls.of(config, _read_shapes(directory), adapter, str(directory))

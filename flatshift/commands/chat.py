@@ -12,7 +12,7 @@ from tyro.conf import Positional
 from flatshift.command_line import parse_flags
 from flatshift.experiments.recipe import from_override
 from flatshift.finetune.data.formats import has_lone_surrogate
-from flatshift.finetune.errors import UserError, escape_control_characters, format_error_message
+from flatshift.finetune.errors import UserError, format_error_message
 
 _HELP = "/use NAME  another run    /new  forget the conversation    /runs  their names    /quit  or Ctrl-D"
 
@@ -58,7 +58,7 @@ def run(argv: list[str]) -> int:
         runs.check_system()
     first = [] if flags.system is None else [{"role": "system", "content": flags.system}]
     name, turns, count, number = runs.names[0], list[dict[str, str]](first), 0, 0
-    print(escape_control_characters(f"{', '.join(runs.names)}; {_HELP}"), file=sys.stderr)
+    print(f"{', '.join(runs.names)}; {_HELP}", file=sys.stderr)
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="surrogateescape")  # so that the error can name a line that is not UTF-8
     while (line := _read_line(name)) is not None:
@@ -78,10 +78,7 @@ def run(argv: list[str]) -> int:
         elif word == "/use" and rest.strip() in runs.names:
             name, turns = rest.strip(), list(first)
         elif word.startswith("/"):
-            print(
-                escape_control_characters(f"{line}: not a command here, or no run of that name; {_HELP}"),
-                file=sys.stderr,
-            )
+            print(f"{line}: not a command here, or no run of that name; {_HELP}", file=sys.stderr)
         else:
             count += 1
             asked = [*turns, {"role": "user", "content": line}]
@@ -102,7 +99,7 @@ def run(argv: list[str]) -> int:
 def _read_line(name: str) -> str | None:
     """Read the user's next line; None at the end of the input."""
     if sys.stdin.isatty():
-        print(f"{escape_control_characters(name)}> ", end="", file=sys.stderr, flush=True)
+        print(f"{name}> ", end="", file=sys.stderr, flush=True)
     line = sys.stdin.readline()
     return line.strip() if line else None
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from flatshift.command_line import parse_flags
-from flatshift.finetune.errors import UserError, escape_control_characters
+from flatshift.finetune.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,6 @@ def run(argv: list[str]) -> int:
         page = build_report(flags.runs, out=out)
     trained = [run for run in find_runs(flags.runs) if run.eval]
     if len(trained) > 1 and (lines := metric_lines(trained)):
-        print(escape_control_characters(lines), file=sys.stderr)
+        print(lines, file=sys.stderr)
     print(page)
     return 0

@@ -11,7 +11,7 @@ from tyro.conf import Positional
 
 from flatshift.command_line import parse_flags
 from flatshift.experiments.recipe import from_override
-from flatshift.finetune.errors import UserError, escape_control_characters
+from flatshift.finetune.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,7 @@ def run(argv: list[str]) -> int:
     with Server(runs, flags.host, flags.port, allow_origins=flags.allow_origin, api_key=flags.api_key) as server:
         if flags.host not in ("127.0.0.1", "localhost", "::1") and flags.api_key is None:
             print(f"warning: {flags.host} lets other machines ask, and no --api-key is set", file=sys.stderr)
-        names = escape_control_characters(", ".join(runs.names))
-        print(f"{names} at {server.url}; Ctrl-C ends it", file=sys.stderr, flush=True)
+        print(f"{', '.join(runs.names)} at {server.url}; Ctrl-C ends it", file=sys.stderr, flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:

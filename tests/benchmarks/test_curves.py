@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from scipy.stats import binom
 
 from benchmarks.curves.dynamics import gradient_flow_curve, noise_curve, unstable_curve
 from benchmarks.curves.known import NAMED_NULLS, NULLS, bump, bumps, log_normal, log_normal_peak
-from benchmarks.curves.random_features import LinearModel, random_features_curve, ridge_fit
+from benchmarks.curves.random_features import random_features_curve, ridge_fit
 from benchmarks.curves.rates import rejections
 from flatshift.experiments.statistics import peak_test
 from flatshift.experiments.statistics.peak import plan_looks
@@ -42,6 +43,44 @@ def test_bumps_have_the_height_that_they_say():
 
 
 # --------------------------------------------------------------------------------------------- least squares
+
+
+@dataclass(frozen=True)
+class LinearModel:
+    """y = x·β + noise with D independent standard normal features, of which the first p are used."""
+
+    features: int = 400
+    """D."""
+    signal: float = 1.0
+    """‖β‖², spread evenly over the features."""
+    noise: float = 0.5
+    """Variance of the noise on y (labels that nothing explains)."""
+
+    def expected_risk(self, rows: int, used: int) -> float:
+        """Expected squared error on a new row, its noise included, of the least-norm fit of `used` features to `rows`.
+
+        Infinite where |used − rows| ≤ 1.
+        """
+        inside = self.signal * used / self.features
+        outside = self.signal - inside + self.noise
+        if used <= rows - 2:
+            return outside * (1 + used / (rows - used - 1))
+        if used >= rows + 2:
+            return inside * (1 - rows / used) + outside * (1 + rows / (used - rows - 1))
+        return float("inf")
+
+    def best_ridge(self, used: int) -> float:
+        """λ of ‖y − Xβ‖² + λ‖β‖² with the least expected risk for every number of rows: noise ÷ signal per feature.
+
+        It is exact when β is drawn from a normal distribution of the same size, as here.
+        """
+        inside = self.signal * used / self.features
+        return used * (self.signal - inside + self.noise) / inside
+
+    def draw(self, rows: int, generator: np.random.Generator, beta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(x [rows, D], y [rows])."""
+        x = generator.standard_normal((rows, self.features))
+        return x, x @ beta + np.sqrt(self.noise) * generator.standard_normal(rows)
 
 
 def mean_risk(model: LinearModel, rows: int, used: int, ridge: float | None, draws: int) -> float:

@@ -13,7 +13,7 @@ from benchmarks import descent_studies
 from benchmarks._cell_table import read_cells, write_cells
 from benchmarks._descent_cells import STUDIES, pack, planned, rebuild, table_of, unpack
 from benchmarks._harness import Benchmark
-from benchmarks.descent_studies import BEGIN, END, guide, keep_published, read, rows
+from benchmarks.descent_studies import guide, read, rows
 from flatshift.experiments.recipe import load_recipe
 from flatshift.experiments.results.sweep import STEP
 from flatshift.experiments.statistics.peak import FEWEST_POINTS, FEWEST_SEEDS
@@ -160,17 +160,16 @@ def test_below_five_seeds_a_study_says_how_many_it_needs(tmp_path: Path) -> None
     assert "--seeds 5" in bench.rows[0]["reason"]
 
 
-def test_studies_that_are_not_run_keep_what_was_published(tmp_path: Path) -> None:
-    page = f"before\n{BEGIN}\n\n#### Error along rank\n\n- old\n\n#### Error along rows\n\n- rows\n{END}\nafter\n"
-    results = tmp_path / "descent_studies.json"
-    old = [{"what": f"error along {axis}, all: undecided", "ours": 0.5} for axis in ("rank", "rows")]
-    results.write_text(json.dumps({"rows": old}))
-    bench = Benchmark("descent_studies")
-    assert keep_published(bench, BY_NAME["rank"], results, page) == ["#### Error along rank", "", "- old", ""]
-    assert keep_published(bench, BY_NAME["rows"], results, page)[-2:] == ["- rows", ""]
-    assert bench.rows == old
-    assert keep_published(bench, BY_NAME["bump"], results, page) == []
-    assert bench.rows[-1]["reason"].startswith("not run")
+def test_rows_and_page_are_of_all_studies(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(descent_studies, "run", lambda *a: None)
+    monkeypatch.setattr(descent_studies, "rebuilt", lambda *a: pytest.fail("a part was published"))
+    monkeypatch.setattr(sys, "argv", ["x", "--trec", "rows.jsonl", "--studies", "rank"])
+    descent_studies.main()
+    assert "needs --trec FILE and --gsm8k FILE" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["x", "--trec", "rows.jsonl"])
+    with pytest.raises(SystemExit):
+        descent_studies.main()
+    assert "--studies bump needs --gsm8k FILE" in capsys.readouterr().err
 
 
 def test_a_study_is_judged_anew_from_committed_cells_without_running_any(tmp_path: Path, monkeypatch) -> None:

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -265,8 +264,14 @@ def test_a_killed_measurement_costs_itself_alone_and_a_rerun_makes_only_what_is_
         entry("d", "broken", tmp_path),
         entry("e", "counted", tmp_path, value=3.0),
     ]
-    run_of(tmp_path, *entries).all()
-    assert calls(tmp_path) == ["a", "b", "e"]
+    first = [run_in_a_process(tmp_path, entries) for _ in range(2)]
+    assert first == [-signal.SIGKILL, 0]
+    assert calls(tmp_path) == ["a", "b", "e", "b"]
+    assert rows_of(tmp_path)["row b"]["ours"] == 1.0
+    (tmp_path / "log").write_text("a\ne\n")
+    run_in_a_process(tmp_path, [entries[1]], fresh=True)
+    run_of(tmp_path, *entries).write("cpu", "not measured yet")
+    assert calls(tmp_path) == ["a", "e", "b"]
     rows = rows_of(tmp_path)
     assert (rows["row a"]["ratio_median"], rows["row a"]["holds"], rows["row e"]["holds"]) == (0.5, True, False)
     assert [rows[f"row {n}"]["ours"] for n in "bcd"] == [None] * 3
@@ -288,7 +293,7 @@ def test_a_killed_measurement_costs_itself_alone_and_a_rerun_makes_only_what_is_
     (tmp_path / "kept.jsonl").write_bytes(lines[0] + b"\n" + lines[1][: len(lines[1]) // 2])
     again = run_of(tmp_path, *entries[:2], *entries[4:])
     again.all()
-    assert calls(tmp_path) == ["a", "b", "e", "b", "e"]
+    assert calls(tmp_path) == ["a", "e", "b", "b", "e"]
     assert rows_of(tmp_path)["row b"]["ours"] == 1.0
     changed = entry("a", "counted", tmp_path, value=5.0)
     assert [m.name for m in run_of(tmp_path, changed, entries[1]).missing("cpu")] == ["toy/a"]
@@ -297,6 +302,16 @@ def test_a_killed_measurement_costs_itself_alone_and_a_rerun_makes_only_what_is_
     run = run_of(tmp_path, *entries[:2], pattern="toy/b", minutes=0.0)
     run.all(fresh=True)
     assert run.store.read().keys() == {"toy/a", "toy/e"} and "minutes" in rows_of(tmp_path)["row b"]["reason"]
+
+
+def run_in_a_process(folder, entries, fresh=False, **settings):
+    """Exit code of a run of these in a process of its own."""
+    code = (
+        "from pathlib import Path\nfrom benchmarks.gpu.measurements import Measurement, Row\n"
+        "from tests.benchmarks.test_gpu import run_of\n"
+        f"run_of(Path({str(folder)!r}), *{entries!r}, **{settings!r}).all(fresh={fresh})"
+    )
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode
 
 
 KILLED = """
@@ -331,50 +346,22 @@ def calls_or_none(folder):
     return calls(folder) if (folder / "log").exists() else None
 
 
-def test_minutes_leave_what_would_not_be_over(tmp_path, capsys):
+def test_minutes_leave_what_would_not_be_over(tmp_path):
     entries = [entry("long", "counted", tmp_path, guess=600.0), entry("short", "counted", tmp_path)]
-    run = run_of(tmp_path, *entries)
-    todo = [[m.name, m.function, dict(m.arguments), m.seconds] for m in entries]
-    asked = {"device": "cpu", "store": str(run.store.path), "ends": time.time() + 60, "todo": todo, "commit": None}
-    (tmp_path / "todo.json").write_text(json.dumps(asked))
-    runner.work(str(tmp_path / "todo.json"))
-    said = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in said] == [["LEFT", "toy/long"], ["BEGIN", "toy/short"], ["KEPT", "toy/short"]]
+    run = run_of(tmp_path, *entries, minutes=1.0)
+    run.all()
     assert calls(tmp_path) == ["short"] and run.store.read().keys() == {"toy/short"}
+    assert "out of minutes" in rows_of(tmp_path)["row long"]["reason"]
 
 
 def test_a_measurement_is_stopped_with_its_minutes_and_not_begun_again_in_as_few(tmp_path):
     entries = [entry("s", "slow", tmp_path, seconds=60.0), entry("t", "counted", tmp_path)]
-    run_of(tmp_path, *entries, minutes=0.25).all()
-    assert "t" not in calls(tmp_path)
-    if "s" not in calls(tmp_path):  # the child did not even come up within its minutes
-        assert "out of minutes" in rows_of(tmp_path)["row s"]["reason"]
-    else:
-        kept = Store(tmp_path / "kept.jsonl").read()["toy/s"]
-        assert kept.failed["stopped"] is True and "end of its minutes" in rows_of(tmp_path)["row s"]["reason"]
-        run = run_of(tmp_path, *entries)
-        assert run._guess(entries[0], kept) == 1.5 * kept.seconds > run._guess(entries[0], None) == 1.0
-
-
-def test_a_child_and_its_own_end_with_their_minutes():
-    code = "import subprocess, sys; print(subprocess.Popen(['sleep', '300']).pid, flush=True); sys.stdin.read()"
-    child = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    with runner._ended(child, 1.0):
-        grandchild = int(child.stdout.readline())
-        assert child.wait(timeout=60) == -signal.SIGKILL
-    deadline = time.monotonic() + 30
-    while running(grandchild):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def running(pid):
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
+    assert run_in_a_process(tmp_path, entries, minutes=0.1) == 0
+    assert calls(tmp_path) == ["s"] and "end of its minutes" in rows_of(tmp_path)["row s"]["reason"]
+    kept = Store(tmp_path / "kept.jsonl").read()["toy/s"]
+    assert kept.failed["stopped"] is True
+    assert runner._guess(entries[0], kept) == 1.5 * kept.seconds > runner._guess(entries[0], None) == 1.0
+    assert [m.name for m in run_of(tmp_path, *entries).missing("cpu")] == ["toy/t", "toy/s"], "what failed comes last"
 
 
 def test_without_a_device_every_row_is_there_with_the_reason(tmp_path, monkeypatch):

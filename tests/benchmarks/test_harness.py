@@ -6,7 +6,18 @@ import time
 import pytest
 
 from benchmarks import _harness, _instructions, docs, gotd_million, gotd_solver
-from benchmarks._harness import Benchmark, CapReached, cap_cpu, cpu_seconds, in_child, interleave, rows_by_group
+from benchmarks._harness import (
+    Benchmark,
+    CapReached,
+    call,
+    cap_cpu,
+    cpu_seconds,
+    in_child,
+    in_turn,
+    interleave,
+    on_ranks,
+    rows_by_group,
+)
 
 KEYS = [
     *("what", "ours", "peer", "peer_name", "unit", "ratio_median", "ratio_min", "ratio_max"),
@@ -33,6 +44,35 @@ def test_order_is_abba():
     assert "".join(calls) == "ABBAABBA"
 
 
+def test_more_than_two_ways_go_forwards_and_backwards():
+    calls = []
+    ways = {name: lambda name=name: calls.append(name) or len(calls) for name in "ABC"}
+    assert in_turn(ways, 2, measure=call) == {"A": [1, 6], "B": [2, 5], "C": [3, 4]}
+    assert "".join(calls) == "ABCCBA"
+
+
+def test_a_comparison_is_a_row_of_paired_runs():
+    figures = iter((1.0, 2.0, 4.0, 1.0))  # A B B A
+    row = Benchmark("x").compare("a", "s", lambda: next(figures), lambda: next(figures), "P", rounds=1, measure=call)
+    assert (row["ours"], row["peer"], row["ratio_min"], row["ratio_max"]) == (1.0, 3.0, 0.25, 0.5)
+    least, same = Benchmark("x").row("b", "s", ours=1.0, minimum=2.0), Benchmark("x").row("c", "s", ours=3, exactly=3)
+    assert (least["bar"], least["holds"], same["bar"], same["holds"]) == ("s >= 2", False, "s == 3", True)
+
+
+def rank_of(offset):
+    import torch.distributed as dist
+
+    if offset < 0:
+        raise ValueError("no such offset")
+    return [dist.get_rank() + offset, dist.get_world_size()]
+
+
+def test_ranks_return_in_order_and_the_first_that_fails_is_named():
+    assert on_ranks("tests.benchmarks.test_harness:rank_of", 2, offset=5) == [[5, 2], [6, 2]]
+    with pytest.raises(RuntimeError, match="no such offset"):
+        on_ranks("tests.benchmarks.test_harness:rank_of", 1, offset=-1)
+
+
 def test_cpu_seconds_ignores_sleep():
     assert cpu_seconds(lambda: time.sleep(0.2)) < 0.1
     assert cpu_seconds(lambda: burn(0.05)) >= 0.05
@@ -43,7 +83,8 @@ def test_rows_and_file_follow_the_contract(tmp_path):
     good = bench.row(
         "a", ours=[1.0, 2.0, 3.0], peer=[2.0, 2.0, 2.0], peer_name="P", unit="s", bar_op="<=", bar_value=1.0
     )
-    bad = bench.row("b", ours=2e-6, unit="error", bar_op="<=", bar_value=1e-6)
+    bad = bench.row("b", "error", ours=2e-6, maximum=1e-6)
+    assert (bad["bar_op"], bad["bar_value"], bad["bar"]) == ("<=", 1e-6, "error <= 1e-06")
     none = bench.row("c", unit="s", peer_name="P", bar_op="<=", bar_value=1.0, reason="no GPU")
     assert list(good) == KEYS
     assert (good["ratio_median"], good["ratio_min"], good["ratio_max"], good["runs"]) == (1.0, 0.5, 1.5, 3)
@@ -72,23 +113,9 @@ def test_children_return_and_are_capped():
         in_child("math:no_such")
 
 
-def test_a_failed_gpu_run_is_a_row_with_its_reason(tmp_path, monkeypatch):
-    torch = pytest.importorskip("torch")
-
-    def failing(*_, **__):
-        raise RuntimeError("measure failed: Traceback\nflatshift.selection.errors.SelectionError: too little memory")
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gotd_million, "in_child", failing)
-    bench = Benchmark("x")
-    gotd_million._gpu(bench, tmp_path, 300, 20)
-    assert bench.rows[0]["ours"] is None
-    assert bench.rows[0]["reason"] == "not finished: flatshift.selection.errors.SelectionError: too little memory"
-
-
 def test_the_millions_cap_holds_what_the_solver_needs():
-    assert gotd_million._memory(1000) == gotd_million._memory(1_000_000) == 500_000_000
-    assert gotd_million._memory(10_000_000) > 64 * 10_000_000 + 400_000 * 1000 * 4
+    assert gotd_million.memory_cap(1000) == gotd_million.memory_cap(1_000_000) == 500_000_000
+    assert gotd_million.memory_cap(10_000_000) > 64 * 10_000_000 + 400_000 * 1000 * 4
 
 
 def test_a_capped_peer_is_shown_with_the_error_it_reached(monkeypatch):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.studies.selection_quality.form import SIZE, shapes
+from benchmarks.studies.selection_quality.texts import SIZE, shapes
 from flatshift.selection import MooreLewisSelector, Pool
 
 

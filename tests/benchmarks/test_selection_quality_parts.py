@@ -1,4 +1,4 @@
-"""Parts of a study of selectors, each by itself: its settings, its draws, its rows, and distilled vectors."""
+"""Parts of a study of selectors, each by itself: its settings, its draws and its rows."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.studies.cells.training import kept_tokenizer
 from benchmarks.studies.selection_quality.choosing import matched_draw
 from benchmarks.studies.selection_quality.pool import StoredPool
 from benchmarks.studies.selection_quality.settings import Quality, QualityArm, QualityTarget
-from benchmarks.studies.selection_quality.stream import packed_rows
+from benchmarks.studies.selection_quality.texts import packed_rows
 from flatshift.finetune.errors import UserError
 
 # --------------------------------------------------------------------------------------------- settings
@@ -36,7 +35,7 @@ def study(**changes: object) -> Quality:
         ({"focus": "dsir"}, "focus is 'dsir'"),
         ({"budgets": (5000, 1000)}, "budgets must be rising"),
         ({"primary_budget": 7}, "primary_budget 7 is none of the budgets of target a"),
-        ({"lr": (1e-3,)}, "lr must be at least two rising"),
+        ({"lr": (1e-3,)}, "lr must be rising numbers above 0, at least 2"),
         ({"tuning_seed": 3}, "also the seed of a final run"),
         ({"arms": {"random": QualityArm(), "gotd": QualityArm(), "m": QualityArm(source="matched", like="x")}}, "m is"),
         ({"arms": {"random": QualityArm(), "gotd": QualityArm(like="random")}}, "gotd is like 'random'"),
@@ -103,22 +102,3 @@ def test_rows_of_a_warm_up_are_the_passages_end_to_end_and_equally_many_for_all(
     empty.eos_token = None
     with pytest.raises(UserError, match="hold no token"):
         packed_rows(["", ""], empty, rows=1, length=8, seed=0)
-
-
-# --------------------------------------------------------------------------------------------- vectors
-
-
-def test_an_encoder_is_distilled_into_a_table_of_static_vectors(tmp_path: Path) -> None:
-    from benchmarks.studies.selection_quality.features import distilled
-    from flatshift.selection.features import StaticEmbedder
-    from tests.support.data_models import bert_tokenizer
-    from tests.support.finetune_models import save_backbone
-
-    tokenizer = bert_tokenizer()
-    save_backbone("bert", tmp_path / "bert", vocab_size=len(tokenizer))
-    tokenizer.save_pretrained(tmp_path / "bert")
-    place = distilled(tmp_path, str(tmp_path / "bert"))
-    found = StaticEmbedder(place).transform(["the cat sat", "on the log", "cat"])
-    assert found.shape == (3, 32) and np.allclose(np.linalg.norm(found, axis=1), 1, atol=1e-5)
-    assert distilled(tmp_path, str(tmp_path / "bert")) == place
-    assert kept_tokenizer(str(tmp_path / "bert")) is not None

@@ -7,23 +7,18 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks.studies.selection_quality.settings import QualityArm, QualityEmbedder, QualityTarget
+from benchmarks.studies.selection_quality.settings import QualityArm, QualityTarget
 
 REFUSED_KEYS = [
-    (QualityArm, {"warmup.steps": 200}, "set has 'warmup.steps', but an arm .* top of the recipe, for every arm"),
+    (QualityArm, {"warmup.steps": 200}, "set has 'warmup.steps', but an arm sets select.method"),
     (QualityArm, {"train": {"steps": 99}}, "set has 'train.steps'"),
     (QualityArm, {"select.method.kind": "gotd", "adapter.rank": 64}, "set has 'adapter.rank'"),
-    (QualityArm, {"select.embedder.kind": "backbone"}, "'select.embedder.kind', .* compare embedders in quality.emb"),
-    (QualityArm, {"select.feature_type": "float32"}, "set has 'select.feature_type', .* one pool, cleaned once"),
+    (QualityArm, {"select.embedder.kind": "backbone"}, "set has 'select.embedder.kind'"),
     (QualityArm, {"select.feature-type": "float32"}, "set has 'select.feature_type'"),
     (QualityTarget, {"select.embedder.kind": "backbone"}, "'select.embedder.kind', but a target"),
-    (QualityTarget, {"select.hygiene.exact": False}, "set has 'select.hygiene.exact', .* one pool, cleaned once"),
-    (QualityTarget, {"select.method.epsilon": 0.1}, "'select.method.epsilon', .* set it in quality.arms.NAME.set"),
     (QualityTarget, {"backbone": "x"}, "set has 'backbone'"),
-    (QualityTarget, {"train.seed": 3}, "'train.seed', which the study overwrites in every run; set quality.seeds"),
-    (QualityTarget, {"warmup.lr": 0.1}, "set has 'warmup.lr', which .* set quality.lr"),
-    (QualityTarget, {"train.eval_every": 5}, "'train.eval_every', but a study's runs have no dev rows"),
-    (QualityEmbedder, {"select.method.kind": "knn"}, "'select.method.kind', but an embedder"),
+    (QualityTarget, {"train.seed": 3}, "'train.seed', which the study overwrites in every run"),
+    (QualityTarget, {"warmup.lr": 0.1}, "set has 'warmup.lr', which"),
 ]
 
 
@@ -36,7 +31,6 @@ def test_keys_that_would_be_ignored_or_make_arms_unlike_are_refused(kind, keys: 
 def test_keys_of_a_method_and_of_how_a_target_trains_are_taken() -> None:
     QualityArm(set={"select.method": {"kind": "gotd", "rounds": 5}, "select.method.epsilon": 0.1})
     QualityTarget(file="a.jsonl", set={"train.max_length": 32, "warmup.steps": 8, "eval.batch_size": 4})
-    QualityEmbedder(set={"select.embedder": "backbone"})
     with pytest.raises(ValueError, match=r"'select\.method\.kind', but an arm of source pool runs no selector"):
         QualityArm(source="pool", set={"select.method.kind": "knn"})
 
@@ -53,7 +47,7 @@ def losses(*differences: tuple[float, float]) -> str:
         for i, (mean, low) in enumerate(differences)
     }
     arms = {name: {"source": "selector"} for name in ("random", "gotd", "knn")}
-    return _losses({"focus": "gotd", "baseline": "random", "arms": arms, "targets": targets})
+    return "".join(_losses({"focus": "gotd", "baseline": "random", "arms": arms, "targets": targets}))
 
 
 def test_a_mean_that_is_behind_is_told_where_no_interval_is() -> None:
@@ -76,7 +70,7 @@ def test_accuracy_that_holds_for_these_rows_only_is_told() -> None:
         "a": {"accuracy": {**found, "bootstrap": {"low": -0.01, "high": 0.1}}},
         "b": {"accuracy": {**found, "bootstrap": {"low": 0.01, "high": 0.1}}},
     }
-    told = _accuracy({"baseline": "random", "arms": arms})
+    (told,) = _accuracy({"baseline": "random", "arms": arms})
     assert told.endswith(
         "with a (+5.0 points) and b (+5.0 points); with other test rows too, by the bootstrap, a may not differ."
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import logging
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ import pytest
 
 from benchmarks.faults.bad_requests import SCHEMES
 from flatshift.cli import run
+from flatshift.experiments.run.console import Console
 from flatshift.finetune import assets
 from flatshift.finetune.lock import exclusive_lock
 
@@ -93,6 +95,33 @@ def test_tables_figures_and_json_steer_no_terminal(said: tuple[Path, str], home:
         assert SHOWN in told.out and not STEERS.search(told.out + told.err), argv
         if argv[-1] == "--json":
             assert Path(json.loads(told.out)[0]["path"]).name == f"runs{EVIL}"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_what_libraries_print_steers_no_terminal(monkeypatch, capsys) -> None:
+    def warn(name: str, argv: list[str]) -> int:
+        sentence = f"{EVIL} https://ann:s3cret@h/a?sig=s3cret"
+        monkeypatch.setattr(logging.getLogger("a.library"), "handlers", [logging.StreamHandler()])
+        logging.getLogger("a.library").warning(sentence)
+        with Console().task("rows", 2) as bar:
+            bar(1)
+            print(sentence, file=sys.stderr)
+        raise RuntimeError(sentence)
+
+    monkeypatch.setattr("flatshift.commands.run", warn)
+    assert run(["runs"]) == 70
+    plain = capsys.readouterr().err
+    monkeypatch.setattr("sys.stderr", Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    assert run(["runs"]) == 70
+    drawn = sys.stderr.getvalue()
+    assert not STEERS.search(plain) and "\x1b[" in drawn and not re.search("\x07|\x9b|\u202e|]0;x\x07", drawn)
+    for told in (plain, drawn):
+        assert told.count(SHOWN) == 3 and "https://h/a" in told and "s3cret@" not in told and "sig=" not in told, told
 
 
 class Writer:

@@ -19,6 +19,8 @@ from flatshift.experiments.workflows.generate import GenerativeRuns
 from flatshift.finetune.evaluate import generation
 from flatshift.finetune.run_directory import read_metrics
 
+pytestmark = pytest.mark.usefixtures("warm_checks")
+
 ROWS = [{"text": f"is my card number {i} lost", "label": ("yes", "no")[i % 2]} for i in range(12)]
 NOTE = "is trained, and its evaluation is not finished"
 

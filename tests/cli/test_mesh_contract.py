@@ -13,6 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from flatshift.cli import run
+from tests.support import warm_commands
 from tests.support.commands import flags
 from tests.support.patience import HANG_S
 
@@ -63,10 +64,10 @@ def test_one_recipe_on_three_meshes_and_in_one_process(tmp_path: Path) -> None:
     one, mesh = tmp_path / "one", tmp_path / "mesh"
     assert run(["train", "classify", "--out", str(one), *flags(SMALL | {"train.threads": 1})]) == 0
     half = flags(SMALL | {"train.steps": 3})
-    said = flatshift("train", "classify", "--out", str(mesh), *half, "--mesh.dp", "2").stderr
+    said = warm_commands.flatshift("train", "classify", "--out", str(mesh), *half, "--mesh.dp", "2").stderr
     assert "on dp 2" in said and said.count("plan:") == 1
     assert "gathered along dp" in (mesh / "log.txt").read_text(encoding="utf-8"), "the whole plan"
-    flatshift("train", "--resume", str(mesh), "--train.steps", "6", "--mesh.dp", "1", "--mesh.tp", "2")
+    warm_commands.flatshift("train", "--resume", str(mesh), "--train.steps", "6", "--mesh.dp", "1", "--mesh.tp", "2")
     assert "the same curve to rounding" in (mesh / "log.txt").read_text(encoding="utf-8")
 
     ours, theirs = losses(mesh), losses(one)
@@ -83,7 +84,7 @@ def test_one_recipe_on_three_meshes_and_in_one_process(tmp_path: Path) -> None:
 
     figures = json.loads((one / "eval.json").read_text(encoding="utf-8"))
     assert_same_figures(figures, json.loads((mesh / "eval.json").read_text(encoding="utf-8")))
-    again = flatshift("eval", str(mesh), "--mesh.tp", "1", "--mesh.pp", "2", "--json").stdout
+    again = warm_commands.flatshift("eval", str(mesh), "--mesh.tp", "1", "--mesh.pp", "2", "--json").stdout
     assert_same_figures(figures, json.loads(again))
 
 

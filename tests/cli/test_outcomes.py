@@ -29,6 +29,7 @@ def ending(capsys: pytest.CaptureFixture[str]) -> tuple[list[str], list[list[str
     return said.splitlines(), [shlex.split(line) for line in after.splitlines()]
 
 
+@pytest.mark.usefixtures("warm_checks")
 def test_a_training_ends_with_its_figures_and_with_commands_that_run(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(["train", "classify", *SMALL.split(), "--out", "a run"]) == 0

@@ -60,8 +60,7 @@ def files(out):
 @pytest.fixture(scope="module")
 def alone(inputs, tmp_path_factory):
     out = tmp_path_factory.mktemp("alone") / "out"
-    code, said = done(started(flags(inputs, out, "--processes", "1")))
-    assert code == 0, said
+    assert cli.run(flags(inputs, out, "--processes", "1")) == 0
     return out
 
 
@@ -143,9 +142,13 @@ def test_what_cannot_be_divided_is_refused_in_one_sentence(inputs, tmp_path, cap
 
 
 def test_more_processes_than_blocks_and_bad_rows_are_told_by_record(inputs, tmp_path):
-    code, said = done(started(flags(inputs, tmp_path / "out", "--processes", "9")))
-    assert code == 2 and "--processes 9: 30,000 records are 8 blocks of 4,096 rows" in said, said
     x = np.load(inputs / "x.npy")
+    few = tmp_path / "few.npy", tmp_path / "few.jsonl"
+    np.save(few[0], x[:5000])
+    few[1].write_text("\n".join((inputs / "pool.jsonl").read_text(encoding="utf-8").splitlines()[:5000]))
+    more = ["--processes", "3", "--pool", str(few[1]), "--pool-features", str(few[0])]
+    code, said = done(started(flags(inputs, tmp_path / "out", *more)))
+    assert code == 2 and "--processes 3: 5,000 records are 2 blocks of 4,096 rows" in said, said
     x[20_000, 3] = np.nan
     np.save(tmp_path / "x.npy", x)
     bad = ["--pool-features", str(tmp_path / "x.npy")]

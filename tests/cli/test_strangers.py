@@ -6,7 +6,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import re
 import shutil
 import time
 import uuid
@@ -16,6 +15,8 @@ from typing import NamedTuple
 
 import pytest
 
+from benchmarks.faults.door_texts import ESCAPES, TEMPLATES, TOKENIZERS
+from benchmarks.faults.doors import STEERS
 from flatshift.cli import run
 from flatshift.finetune.assets import backbone_directory
 from flatshift.finetune.compute import limited_process
@@ -25,14 +26,11 @@ from flatshift.finetune.errors import escape_control_characters
 
 fsspec = pytest.importorskip("fsspec")
 
-ESCAPES = "\x1b[31m\x1b[2J\x1b]8;;http://evil\x07\x1b]52;c;ZXZpbA==\x07\r\x08\x9b\u202e\u2066\u200f\u061c"
-STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 SMALL = [
     *("--train.steps", "2", "--train.batch_size", "4", "--train.max_length", "96", "--train.eval_every", "0"),
     *("--train.precision", "fp32", "--eval.bootstrap", "10", "--train.threads", "1", "--eval.train_limit", "0"),
     *("--data.checks.copies", "warn", "--regularizer.kind", "plain"),
 ]
-SLOW = pytest.mark.slow
 
 
 class Strange(NamedTuple):
@@ -141,33 +139,6 @@ def test_every_control_character_is_escaped(code: int) -> None:
 
 # ------------------------------------------------------------------------------------------------------------ templates
 
-LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}"
-LOOPS += "{% endfor %}{% endfor %}"
-HOSTILE = {
-    "loops": LOOPS,
-    "constant": "{{ 'a' * 3000000000 }}",
-    "text": "{{ messages[0].content * 3000000000 }}",
-    "percent": "{{ '%3000000000d' % 1 }}",
-    "format": "{{ '{:>3000000000}'.format(1) }}",
-    "join": "{{ (['a' * 1000000] * 5000) | join }}",
-    "power": "{{ 9 ** (9 ** 9) }}",
-    "digits": "{{ (7 ** 9999999) | string }}",
-    "list": "{{ ([0] * 3000000000) | length }}",
-    "range": "{% for i in range(99999) %}{% set x = range(99999) | list %}{% endfor %}",
-    "macro": "{% macro f(x) %}{{ f(x) }}{{ f(x) }}{% endmacro %}{{ f(1) }}",
-    "doubling": "{% set n = namespace(x='ab') %}{% for i in range(64) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}",
-    "batch": "{{ range(99999) | batch(1) | list | batch(1) | list | pprint * 99999 }}",
-    "indent": "{{ ('a\\n' * 9999999) | indent(99999) }}",
-    "center": "{{ 'a' | center(3000000000) }}",
-    "replace": "{{ ('a' * 99999) | replace('a', 'b' * 99999) }}",
-    "wordwrap": "{{ ('a ' * 9999999) | wordwrap(1) | wordwrap(1) | length }}" + LOOPS,
-    "tojson": "{{ ([[[1] * 9999] * 9999] * 9) | tojson }}",
-    "many": "{% for i in range(99999) %}{{ 'a' * 9999 }}{% endfor %}",
-    "class": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "globals": "{{ cycler.__init__.__globals__.os.system('touch canary') }}",
-    "include": "{% include '/etc/passwd' %}",
-    "import": "{% import 'os' as os %}{{ os }}",
-}
 QUICK = ("loops", "text", "globals")
 
 
@@ -177,12 +148,12 @@ def _request(template: str) -> dict:
     return {"conversations": [turns], "chat_template": template, **known, "eos_token": "</s>"}
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=SLOW) for name in HOSTILE])
+@pytest.mark.parametrize("name", QUICK)
 def test_a_hostile_template_ends_in_one_sentence(name: str, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     rows = [{"instruction": "Hi", "output": f"Hello {i}"} for i in range(24)]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    Path("own.jinja").write_text("{{ messages[0].content }}" + HOSTILE[name] + "{{ eos_token }}")
+    Path("own.jinja").write_text("{{ messages[0].content }}" + TEMPLATES[name] + "{{ eos_token }}")
     start = time.process_time(), os.times().children_user
     words = ["train", "chat", "--data", "rows.jsonl", "--task.template", "own.jinja", "--data.bad_rows", "skip"]
     assert run([*words, "--backbone", "flatshift-5m", "--out", "run", "--train.precision", "fp32"]) == 2
@@ -235,28 +206,16 @@ def test_limits_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ----------------------------------------------------------------------------------------------------------- tokenizers
 
-_A_TO_50 = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 50}
-_RUNAWAY = {"type": "Split", "pattern": {"Regex": "^(a+)+$"}, "behavior": "Isolated", "invert": False}
-TOKENIZERS = {
-    "growth": {"normalizer": {"type": "Sequence", "normalizers": [_A_TO_50] * 8}},
-    "growth by a regex": {
-        "normalizer": {"type": "Sequence", "normalizers": [{**_A_TO_50, "pattern": {"Regex": "[a-f]"}}] * 8}
-    },
-    "decoder": {"decoder": {"type": "Sequence", "decoders": [_A_TO_50] * 8}},
-    "runaway": {"pre_tokenizer": _RUNAWAY},
-    "runaway alternatives": {"pre_tokenizer": {**_RUNAWAY, "pattern": {"Regex": "(b|bb|b+)+c"}}},
-    "no regex": {"pre_tokenizer": {**_RUNAWAY, "pattern": {"Regex": "(a"}}},
-}
 
-
-@pytest.mark.parametrize("name", [name if name == "growth" else pytest.param(name, marks=SLOW) for name in TOKENIZERS])
-def test_a_runaway_tokenizer_ends_in_one_sentence(name: str, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_a_runaway_tokenizer_ends_in_one_sentence(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     shipped = backbone_directory("flatshift-5m")
     assert shipped is not None
     shutil.copytree(shipped, "own")
     file = Path("own/tokenizer.json")
-    file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), **TOKENIZERS[name]}), encoding="utf-8")
+    file.write_text(
+        json.dumps({**json.loads(file.read_text(encoding="utf-8")), **TOKENIZERS["growth"]}), encoding="utf-8"
+    )
     Path("rows.jsonl").write_text("".join(f'{{"text": "a banana of {i}"}}\n' for i in range(24)))
     words = ["train", "language-model", "--backbone", "./own", "--data", "rows.jsonl", "--out", "run"]
     assert run([*words, "--train.precision", "fp32"]) == 2

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+from flatshift.cli import run
 from tests.support.patience import HANG_S
 
 FLAGS = [
@@ -20,8 +21,12 @@ FLAGS = [
 ]
 
 
-def host(out: Path, *more: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "flatshift", "sweep", "classify", *FLAGS, "--out", str(out), *more]
+def words(out: Path, *more: str) -> list[str]:
+    return ["sweep", "classify", *FLAGS, "--out", str(out), *more]
+
+
+def host(out: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "flatshift", *words(out, "--shared", "--lease", "12")]
     return subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
 
 
@@ -37,9 +42,8 @@ def results(out: Path) -> dict[str, object]:
 
 def test_a_killed_host_loses_no_cell_and_none_is_done_twice(tmp_path: Path) -> None:
     alone, out = tmp_path / "alone", tmp_path / "shared"
-    process = host(alone)
-    assert process.wait(HANG_S) == 0, process.stderr.read().decode()  # type: ignore[union-attr]
-    hosts = [host(out, "--shared", "--lease", "12") for _ in range(2)]
+    assert run(words(alone)) == 0
+    hosts = [host(out) for _ in range(2)]
     deadline = time.monotonic() + HANG_S
     while not starts(out):
         assert hosts[0].poll() is hosts[1].poll() is None and time.monotonic() < deadline

@@ -19,6 +19,7 @@ import pytest
 from flatshift.finetune.launch.job import DirectoryKeyValueStore
 from flatshift.finetune.launch.spawn import spawn
 from flatshift.finetune.launch.watchdog import Heartbeat, Watchdog
+from tests.support import warm_commands
 from tests.support.commands import flags
 from tests.support.patience import HANG_S
 
@@ -177,10 +178,8 @@ def test_the_first_sigterm_ends_an_evaluation_on_a_mesh(tmp_path: Path) -> None:
     """Of a command that starts two ranks itself: code 3, nobody left behind, and the run is evaluated later."""
     out = tmp_path / "run"
     settings = SHORT | {"mesh.dp": 2, "train.steps": 2, "data.test.limit": 301, "eval.batch_size": 1}
-    command = [sys.executable, "-m", "flatshift", "train"]
-    process = subprocess.Popen(
-        [*command, "classify", "--out", str(out), *flags(settings)], stderr=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-m", "flatshift", "train", "classify", "--out", str(out), *flags(settings)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     while not (out / "adapter").exists():  # it is written when the evaluation begins
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.01)
@@ -194,9 +193,7 @@ def test_the_first_sigterm_ends_an_evaluation_on_a_mesh(tmp_path: Path) -> None:
     assert f"`flatshift train --resume {out}` continues" in line
     assert "SIGTERM: stopping" in said and not (out / "eval.json").exists() and not (out / "done.json").exists()
     steps = (out / "metrics.jsonl").read_bytes()
-    again = [*command, "--resume", str(out), "--eval.batch_size", "32"]
-    done = subprocess.run(again, capture_output=True, text=True, timeout=HANG_S)
-    assert done.returncode == 0, done.stderr
+    warm_commands.flatshift("train", "--resume", str(out), "--eval.batch_size", "32")
     assert json.loads((out / "eval.json").read_text(encoding="utf-8"))["test"]["loss"]["n"] == 301
     assert (out / "metrics.jsonl").read_bytes() == steps, "nothing was trained"
 

@@ -1,6 +1,6 @@
 """What an update sends on a mesh of eight ranks, call by call, and that it waits for none of them.
 
-Rank 0 alone is there (`benchmarks._rehearsal_mesh`); what real ranks compute together is compared elsewhere.
+Rank 0 alone is there (`tests.support.rehearsal_mesh`); what real ranks compute together is compared elsewhere.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks._rehearsal_mesh import SIZES
+from tests.support.rehearsal_mesh import SIZES
 
 BLOCKS = SIZES.blocks
 MESHES: list[dict[str, Any]] = [
@@ -51,7 +51,7 @@ def update(*, dp: bool, tp: bool, replicate: bool) -> list[str]:
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "benchmarks._rehearsal_mesh", *map(json.dumps, MESHES)]
+    command = [sys.executable, "-m", "tests.support.rehearsal_mesh", *map(json.dumps, MESHES)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     answers: list[dict[str, Any]] = json.loads(done.stdout)

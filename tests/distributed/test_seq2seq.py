@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +10,10 @@ import pytest
 import torch
 
 from flatshift.cli import run
+from tests.support import warm_commands
 from tests.support.data_models import text_rows, write_jsonl
 from tests.support.distributed_ranks import run_ranks
 from tests.support.mesh_updates import few_updates
-from tests.support.patience import HANG_S
 from tests.support.seq2seq_models import TOKENIZER, save_encoder_decoder
 
 STEPS = 4
@@ -101,13 +98,9 @@ def test_the_public_command_on_one_process_and_on_two(tmp_path: Path, capsys) ->
         "eval: {bootstrap: 20, train_limit: 10}\n",
         encoding="utf-8",
     )
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     found = {}
     assert run(["train", str(recipe), "--out", str(tmp_path / "one")]) == 0
-    words = ["train", str(recipe), "--out", str(tmp_path / "two"), "--mesh.dp", "2"]
-    command = [sys.executable, "-m", "flatshift", *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = warm_commands.flatshift("train", str(recipe), "--out", str(tmp_path / "two"), "--mesh.dp", "2")
     for name, said in (("one", "".join(capsys.readouterr())), ("two", done.stdout + done.stderr)):
         out = tmp_path / name
         assert "→ ⟦good<eos>⟧" in said

@@ -17,7 +17,14 @@ from benchmarks.faults.tamper import READERS, Matrix
 from flatshift.cli import run
 from flatshift.finetune.adapters.adapter import WEIGHTS, read_adapter
 from flatshift.finetune.atomic import atomic_directory, write_text
-from flatshift.finetune.digests import DONE, check_files, file_digests
+from flatshift.finetune.digests import (
+    DONE,
+    check_files,
+    copy_recorded_files,
+    file_digests,
+    file_sha256,
+    verify_sealed,
+)
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models import fingerprint as fingerprints
 from flatshift.finetune.models.fingerprint import fingerprint
@@ -246,3 +253,37 @@ def test_what_changed_this_moment_is_not_remembered(weights: Path, monkeypatch: 
     monkeypatch.setattr(fingerprints, "_YOUNG_NS", 10**15)
     fingerprint(weights)
     assert not list((weights.parent / "cache").glob("*"))
+
+
+@pytest.mark.parametrize("name", ["../mine", "a/../../mine", "{outside}/mine", ".."])
+def test_a_record_lists_no_file_outside_its_directory(name: str, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    folder = tmp_path / "run"
+    (folder / "a").mkdir(parents=True)
+    listed = {name.replace("{outside}", str(tmp_path)): file_sha256(tmp_path / "mine")}
+    (folder / "done.json").write_text(json.dumps({"files": listed}))
+    for read in (check_files, lambda folder: copy_recorded_files(folder, tmp_path / "b" / "copy")):
+        with pytest.raises(UserError, match=r"done\.json: lists '.*', which is no file of its directory"):
+            read(folder)
+    with pytest.raises(UserError, match="no file of its directory"):
+        verify_sealed(folder / "result.json", {"value": 1, "seal": {**listed, "result.json": ""}}, fix="")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "run"]
+
+
+def test_a_directory_leads_nowhere_else(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    folder = tmp_path / "run"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "inner" / "own").symlink_to("../inner")
+    (tmp_path / "scratch").mkdir()
+    (folder / "state").symlink_to(tmp_path / "scratch")
+    check_files(folder)  # links of its own, and its checkpoints on another disk
+    for number, target in enumerate((tmp_path / "mine", tmp_path, "/dev/zero", "../../mine", "/nowhere")):
+        link = folder / "inner" / f"link-{number}"
+        link.symlink_to(target)
+        with pytest.raises(UserError, match=f"link-{number} is a link or no plain file"):
+            check_files(folder)
+        link.unlink()
+    os.mkfifo(folder / "inner" / "pipe")
+    with pytest.raises(UserError, match="pipe is a link or no plain file"):
+        check_files(folder)

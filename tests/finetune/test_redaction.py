@@ -17,6 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from benchmarks.faults.door_texts import ADDRESSES, COMMANDS, SIGNED
 from flatshift.cli import run
 from flatshift.experiments.recipe import load_recipe
 from flatshift.experiments.recipe.tree import from_mapping, from_override
@@ -27,54 +28,6 @@ from flatshift.finetune.data.rows import read_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.redaction import find_secrets, hide_secrets, redact_urls, reveal_secrets
 
-SIGNED = (
-    "X-Amz-Algorithm=AWS4-HMAC-SHA256&X-Amz-Credential=AKIA%2F2026&X-Amz-Date=20261126T000000Z&X-Amz-Expires=3600"
-    "&X-Amz-SignedHeaders=host&X-Amz-Security-Token=s3cret&X-Amz-Signature=s3cret"
-)
-ADDRESSES = {
-    f"https://h/a.jsonl?{SIGNED}": "https://h/a.jsonl",
-    "https://ann:s3cret@h/a.jsonl": "https://h/a.jsonl",
-    "https://s3cret@h/a.jsonl": "https://h/a.jsonl",
-    "HTTPS://ann:s3cret@h:8080/a.jsonl": "HTTPS://h:8080/a.jsonl",
-    "https://ann:s3@cret@h/a@b.jsonl": "https://h/a@b.jsonl",
-    "https://ann:s3/s3cret@h/a.jsonl": "https://h/a.jsonl",
-    "https://ann:s3?s3cret#@h/a.jsonl": "https://h/a.jsonl",
-    "https://ann:s3%40s3cret@[::1]:80/a": "https://[::1]:80/a",
-    "s3://AKIA:s3cret@bucket/key": "s3://bucket/key",
-    "ftp://ann:s3cret@h/a": "ftp://h/a",
-    "abfs://container@account.dfs.core.windows.net/a": "abfs://container@account.dfs.core.windows.net/a",
-    "abfs://container:s3cret@account/a": "abfs://container@account/a",
-    "https://h/a?sv=2024&sp=r&se=2026-01-01&sr=b&sig=s3cret%3D": "https://h/a",
-    "https://h/a?part=1&sig=s3cret": "https://h/a?part=1",
-    "https://h/a?sig=s3cret&part=1": "https://h/a?part=1",
-    "https://h/a?part=1&token=s3cret&of=2#top": "https://h/a?part=1&of=2#top",
-    "https://h/a?key=s3cret": "https://h/a",
-    "https://h/a?api_key=s3cret": "https://h/a",
-    "https://h/a?apikey=s3cret": "https://h/a",
-    "https://h/a?apiKey=s3cret": "https://h/a",
-    "https://h/a?access_token=s3cret": "https://h/a",
-    "https://h/a?accesstoken=s3cret": "https://h/a",
-    "https://h/a?ACCESS_TOKEN=s3cret": "https://h/a",
-    "https://h/a?auth=s3cret": "https://h/a",
-    "https://h/a?jwt=s3cret": "https://h/a",
-    "https://h/a?password=s3cret&user=ann": "https://h/a?user=ann",
-    "https://h/a?client_secret=s3cret": "https://h/a",
-    "https://h/a?X%2DAmz%2DSignature=s3cret": "https://h/a",
-    "https://h/a?x-amz-signature=s3cret": "https://h/a",
-    "https://h/a?Expires=9&Signature=s3cret&Key-Pair-Id=s3cret&Policy=s3cret": "https://h/a",
-    "https://h/a?AWSAccessKeyId=s3cret&Signature=s3cret&Expires=9": "https://h/a",
-    "https://h/a?GoogleAccessId=me&Expires=9&Signature=s3cret": "https://h/a",
-    "https://h/a?X-Goog-Credential=s3cret&X-Goog-Signature=s3cret&generation=7": "https://h/a?generation=7",
-    "https://h/a?OSSAccessKeyId=s3cret&Expires=9&Signature=s3cret": "https://h/a",
-    "https://h/a?q-ak=s3cret&q-signature=s3cret": "https://h/a",
-    "https://h/a?a=1;token=s3cret": "https://h/a?a=1",
-    "https://h/a?a=1&amp;token=s3cret": "https://h/a?a=1",
-    "https://h/a#access_token=s3cret": "https://h/a",
-    "https://h/a?session=s3cret": "https://h/a",
-    "https://h/a?code=s3cret": "https://h/a",
-    "simplecache::https://ann:s3cret@h/a": "simplecache::https://h/a",
-    "https:/ann:s3cret@h/a": "https:/h/a",  # as pathlib writes it
-}
 PLAIN = [
     *("https://h/a.jsonl", "https://h:8080/a@b/c.jsonl?part=1&expires=never", "s3://bucket/a=b/*.jsonl", "C://x@y"),
     *("hf://datasets/ann/rows@main/a.parquet", "http://[::1]:8000/a@b", "https://h/a?design=blue&keyboard=us"),
@@ -138,27 +91,11 @@ def test_a_grid_never_holds_them() -> None:
     assert reveal_secrets("https://h/b") == "https://h/b?sig=s3cret"
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["select", "--pool", "{}", "--target", "sample:snips/train", "--budget", "2", "--out", "o"],
-        ["train", "classify", "--data", "{}", "--out", "o"],
-        ["train", "classify", "--data.train.files={}", "--out", "o"],
-        ["train", "{}", "--out", "o"],
-        ["sweep", "classify", "--grid", "data.train.files={},{}", "--out", "o"],
-        ["predict", "{}", "--data", "{}", "--out", "o.csv"],
-        ["eval", "flatshift-5m", "--data", "{}"],
-        ["report", "{}"],
-        ["train", "classify", "--out", "{}"],
-        ["tokenizer", "flatshift-5m", "--data", "{}"],
-        ["push", "nowhere", "{}"],
-        ["runs", "{}"],
-    ],
-)
-def test_errors_hold_none(words: list[str], tmp_path: Path, monkeypatch, capsys) -> None:
+@pytest.mark.parametrize("name", ["select", "train, a key", "sweep --grid", "predict", "push"])
+def test_errors_hold_none(name: str, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     address = f"ftp://ann:s3cret@127.0.0.1:9/a.jsonl?{SIGNED}"
-    assert run([word.format(address, address) for word in words]) == 2
+    assert run([word.replace("{}", address) for word in COMMANDS[name]]) == 2
     out, err = capsys.readouterr()
     assert "s3cret" not in out + err and len(err.splitlines()) <= 3
     assert not [file for file in tmp_path.rglob("*") if file.is_file() and b"s3cret" in file.read_bytes()]

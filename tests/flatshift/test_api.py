@@ -146,7 +146,7 @@ def test_pyright_agrees(tmp_path: Path) -> None:
     program = shutil.which("pyright") or shutil.which("basedpyright")
     if program is None:
         pytest.skip("pyright is not installed")
-    text = (ROOT / "tests" / "public_types.py").read_text(encoding="utf-8")
+    text = (ROOT / "tests" / "flatshift" / "public_types.py").read_text(encoding="utf-8")
     right, wrong = [line for line in text.splitlines() if "type: ignore" not in line], text.count("# type: ignore")
     for name, body, errors in (("right", "\n".join(right), 0), ("wrong", text.replace("# type: ignore", "#"), wrong)):
         (tmp_path / f"{name}.py").write_text(body, encoding="utf-8")

@@ -62,12 +62,6 @@ quality:
     all: {{source: pool}}
     target-text: {{source: target}}
     no-warm-up: {{source: none}}
-  embedder_rows: 60
-  embedder_budget: 6
-  embedder_seeds: 1
-  embedders:
-    tfidf: {{set: {{select.embedder.kind: tfidf, select.embedder.dim: 4}}}}
-    backbone: {{set: {{select.embedder.kind: backbone, select.embedder.max_length: 16}}}}
 """,
         encoding="utf-8",
     )

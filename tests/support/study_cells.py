@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.studies.cells.files import write_result
+from benchmarks.studies.selection_quality.cells import write_result
 
 
 @dataclass(frozen=True)

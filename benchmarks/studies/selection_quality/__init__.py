@@ -2,7 +2,6 @@
 
     python -m benchmarks.studies.selection_quality RECIPE --data DIR --out quality
 
-`settings` is what a recipe can say; `plan` makes cells of it; `pool`, `features` and `choosing` give selections,
-`stream` and `training` what a model makes of them; `runner` runs all, `analysis` judges, `page` shows. The protocol is
-in `protocol`.
+`settings` has the recipe's block, `plan` makes `cells` of it, `pool` and `choosing` give selections, `training` trains
+on them; `runner` runs all, `analysis` makes the document, `answers` and `page` show it.
 """

@@ -1,11 +1,29 @@
-"""The four kinds of cells: the pool, its features, a selection, a training run. Frozen, small, sent to workers."""
+"""Cells of a study (the pool, its features, a selection, a training run), their results and the queue that runs them.
+
+A result is one file named by the cell's key, `cells/<key>.json`, written last and whole. A cell that ends its worker
+twice is not run for its result, which says so.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+import gc
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+from flatshift.experiments.recipe import Resolved
 from flatshift.experiments.recipe.schema import Recipe
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.studies.cell import Cell as QueuedCell
+from flatshift.experiments.studies.study import CellBatches
+from flatshift.finetune.digests import write_sealed
+from flatshift.finetune.errors import Interrupted
+
+Result = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -29,124 +47,209 @@ class TargetRows:
 
 @dataclass(frozen=True)
 class PoolCell:
-    """The pool, cleaned and stored."""
+    """The pool, cleaned and stored. targets: whose texts and test rows the pool is kept clear of."""
 
     key: str
-    file: str
-    tags: str
-    rows: int | None
-    recipe: Recipe
-    targets: tuple[TargetRows, ...]
-    """Targets whose texts and judged rows the pool is kept clear of."""
-
-    kind: Literal["pool"] = "pool"
-
-    def __hash__(self) -> int:  # settings hold mappings
-        return hash(self.key)
+    file: str = field(compare=False)
+    tags: str = field(compare=False)
+    rows: int | None = field(compare=False)
+    recipe: Recipe = field(compare=False)
+    targets: tuple[TargetRows, ...] = field(compare=False)
+    kind: str = field(default="pool", compare=False)
 
     @property
     def label(self) -> str:
-        """For a person."""
-        return "pool"
+        return self.kind
 
 
 @dataclass(frozen=True)
 class FeaturesCell:
-    """The pool's features by one embedder."""
+    """The pool's features."""
 
     key: str
-    name: str
-    """Of the embedder; empty: the study's own."""
-    recipe: Recipe
-    pool: PoolCell
-    distil: str
-    rows: int | None
-    """A part of the pool; None: all."""
-
-    kind: Literal["features"] = "features"
-
-    def __hash__(self) -> int:  # settings hold mappings
-        return hash(self.key)
+    recipe: Recipe = field(compare=False)
+    pool: PoolCell = field(compare=False)
+    kind: str = field(default="features", compare=False)
+    name: str = field(default="", compare=False)
 
     @property
     def label(self) -> str:
-        """For a person."""
-        return f"features {self.name}".strip()
+        return self.kind
 
 
 @dataclass(frozen=True)
 class SelectionCell:
-    """What one arm selects for one target under one seed, for all budgets."""
+    """One arm's selection for one target under one seed, for all budgets.
+
+    each: whether every budget has a selection of its own, as the method shapes it for one size; else one order serves
+    all, and a smaller budget takes its beginning. like: key of the selection that a matched draw follows. unit: of
+    budgets. form: whether form alone counts. times: how often a budget in tokens reads the choice.
+    """
 
     key: str
     arm: str
     target: str
     seed: int
-    embedder: str | None
     recipe: Recipe
-    pool: PoolCell
     features: FeaturesCell
     rows: TargetRows
     budgets: tuple[int, ...]
     each: bool
-    """Whether every budget has a selection of its own, as the method shapes it for one size; else one order serves
-    all, and a smaller budget takes its beginning."""
     like: str | None
-    """Key of the selection that a matched draw follows."""
     unit: str = "passages"
-    """What budgets count."""
     form: bool = False
-    """Whether form alone is looked at."""
     times: int = 1
-    """How often a budget in tokens reads the choice."""
+    kind: str = "selection"
+    embedder: None = None
 
-    kind: Literal["selection"] = "selection"
+    @property
+    def pool(self) -> PoolCell:
+        return self.features.pool
 
     @property
     def label(self) -> str:
-        """For a person."""
-        by = f" by {self.embedder}" if self.embedder else ""
-        return f"selection {self.arm}{by} for {self.target}, seed {self.seed}"
+        return f"selection {self.arm} for {self.target}, seed {self.seed}"
 
 
 @dataclass(frozen=True)
 class TrainingCell:
-    """One run: warm-up, perplexity, and where asked for the fine-tune."""
+    """One run: warm-up, perplexity, and where asked for the fine-tune.
+
+    kind: `trial`, `fine-tune trial` or `final`. lr: of the warm-up; None: there is none. fine_tune_lr: None: no
+    fine-tune. selection: its key. form, forgetting: whether it is evaluated in one plain form, and on the pool, too.
+    """
 
     key: str
     kind: str
-    """`trial`, `fine-tune trial`, `final` or `embedder`."""
     arm: str
     source: str
     target: str
     budget: int | None
     seed: int
     lr: float | None
-    """Of the warm-up; None: there is none."""
     fine_tune_lr: float | None
-    """None: no fine-tune."""
-    embedder: str | None
     recipe: Recipe
     selection: str | None
-    """Key of the selection."""
     pool: PoolCell
     rows: TargetRows
     packed: int
     judged_length: int
     form: bool = False
-    """Whether it is judged in one plain form, too."""
     forgetting: bool = False
-    """Whether it is judged on passages of the pool, too."""
+    embedder: None = None
 
     @property
-    def judged(self) -> Literal["validation", "test"]:
-        """Which rows it is judged on: trials never see test rows."""
+    def judged(self) -> str:
+        """Split that it is evaluated on: trials never see test rows."""
         return "validation" if self.kind.endswith("trial") else "test"
 
     @property
     def label(self) -> str:
-        """For a person."""
-        name = self.arm or "no warm-up"
         size = f" {self.budget:,}" if self.budget else ""
         rates = "".join(f", {what} {lr:g}" for what, lr in (("lr", self.lr), ("fine-tune", self.fine_tune_lr)) if lr)
-        return f"{self.kind} {name}{size} on {self.target}{rates}, seed {self.seed}"
+        return f"{self.kind} {self.arm or 'no warm-up'}{size} on {self.target}{rates}, seed {self.seed}"
+
+
+# --------------------------------------------------------------------------------------------- results
+
+
+def cell_file(directory: Path, key: str) -> Path:
+    """Path of a cell's result."""
+    return directory / f"{key}.json"
+
+
+def write_result(
+    directory: Path,
+    key: str,
+    about: Mapping[str, Any],
+    measure: Callable[[], Mapping[str, Any]],
+    empty: Result,
+    *,
+    died: str | None = None,
+) -> None:
+    """Run `measure` and write `about`, what it returned and its time; a failure is a result with its reason.
+
+    empty: what stands for the figures of a cell that failed. died: how the cell ended its workers; nothing is run then.
+    """
+    started, cpu = time.monotonic(), time.process_time()
+    outcome = _outcome_of(measure) if died is None else {"status": "failed", "reason": died}
+    seconds = {"cpu_s": round(time.process_time() - cpu, 3), "wall_s": round(time.monotonic() - started, 3)}
+    write_sealed(cell_file(directory, key), {"cell": key, **about, "reason": None, **empty, **outcome, **seconds})
+
+
+def _outcome_of(measure: Callable[[], Mapping[str, Any]]) -> Result:
+    """The status of a cell, and its figures or the reason why it has none."""
+    from flatshift.finetune.train.divergence import Diverged
+
+    try:
+        return {"status": "done", **measure()}
+    except Interrupted as error:  # a full disk stays what it is
+        if isinstance(error.__cause__, KeyboardInterrupt):
+            raise KeyboardInterrupt from error
+        raise
+    except ValueError as error:
+        return {"status": "diverged" if isinstance(error, Diverged) else "failed", "reason": str(error)}
+    except Exception as error:
+        return {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
+    finally:
+        gc.collect()  # a PEFT model refers to itself: without this, each cell's weights outlive it
+
+
+# --------------------------------------------------------------------------------------------- the queue
+
+
+@dataclass(frozen=True)
+class _Queued(QueuedCell):
+    """A cell as the queue takes it."""
+
+    of: Any = None
+
+    @property
+    def label(self) -> str:
+        return str(self.of.label)
+
+
+def _queued(cell: Any) -> _Queued:
+    recipe = Resolved(getattr(cell, "recipe", Recipe()), "", {})
+    return _Queued(cell.key, {"kind": cell.kind}, getattr(cell, "seed", 0), recipe, of=cell)
+
+
+def _run(run_cell: Callable[..., None], out: Path, queued: Any, threads: int | None) -> bool:
+    run_cell(out / "cells", queued.of, threads or 1)
+    return True
+
+
+class Runner:
+    """Runs cells of one study in `jobs` processes of one thread each (1: in this one).
+
+    run_cell: a function `(directory, cell, threads, *, died=None)` that a worker can import and that writes the result.
+    """
+
+    def __init__(
+        self, directory: Path, run_cell: Callable[..., None], *, jobs: int, console: Console, label: str
+    ) -> None:
+        self.directory, self._run_cell = directory, run_cell
+        self._cells: dict[str, Any] = {}
+        self._batches = CellBatches(
+            directory.parent, jobs=jobs, console=console, label=label, run=partial(_run, run_cell),
+            on_cell=lambda file: self.result(self._cells[file.parent.name]),
+        )  # fmt: skip
+
+    def result(self, cell: Any) -> Result:
+        """The result of a finished cell."""
+        found = self._batches.result(_queued(cell))
+        if not cell_file(self.directory, cell.key).is_file():  # the queue wrote it, which knows nothing of its figures
+            shutil.rmtree(self.directory / cell.key)
+            self._run_cell(self.directory, cell, 1, died=found["reason"])
+            found = self._batches.result(_queued(cell))
+        return found
+
+    def done(self, cell: Any) -> bool:
+        """Return True for a cell that needs no run."""
+        return self._batches.done(_queued(cell))
+
+    def run(self, cells: Sequence[Any], *, again: bool = False) -> None:
+        """Run those of `cells` that have no result, or failed before this start; again: all of them."""
+        self._cells |= {cell.key: cell for cell in cells}
+        kinds = " and ".join(dict.fromkeys(cell.kind for cell in cells))
+        self._batches.run([_queued(cell) for cell in cells], kinds, again=lambda queued: again)

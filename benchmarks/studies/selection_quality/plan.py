@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.studies.selection_quality.cells import FeaturesCell, PoolCell, SelectionCell, TargetRows, TrainingCell
-from benchmarks.studies.selection_quality.checks import check_cells, check_method, check_study
-from benchmarks.studies.selection_quality.settings import Quality, StudyRecipe
+from benchmarks.studies.selection_quality.settings import Quality, StudyRecipe, check_cells, check_study
 from flatshift.experiments.recipe import from_override, recipe_key
 from flatshift.experiments.recipe.auto import resolve_auto
 from flatshift.experiments.recipe.resolve import resolve_tree
@@ -46,7 +45,6 @@ class Plan:
         out: Path | None = None,
         selectors: Sequence[str] = (),
         targets: Sequence[str] = (),
-        budgets: Sequence[int] = (),
     ) -> None:
         """
         Args:
@@ -55,7 +53,6 @@ class Plan:
             data: directory that files are relative to; None: the working directory.
             selectors: only these arms and the baseline; empty: all.
             targets: only these; empty: all.
-            budgets: final runs with these only; empty: all.
 
         Raises:
             UserError: no such block, an unknown name, a missing file, settings that cannot serve.
@@ -79,27 +76,15 @@ class Plan:
             "arms": [name for name in whole.arms if name not in self.study.arms],
             "targets": [name for name in whole.targets if name not in self.study.targets],
         }
-        """What the recipe has and this part of it leaves out: names of arms and targets, and budgets."""
-        kept = filter_by_flag("--budgets", budgets, _budgets(self.study))
-        self.budgets = {
-            name: tuple(budget for budget in self.study.budgets_of(name) if budget in kept)
-            for name in self.study.targets
-        }
-        self._check_budgets()
-        left = {b for name, some in self.budgets.items() for b in self.study.budgets_of(name) if b not in some}
-        self.missing["budgets"] = [f"{budget:,}" for budget in sorted(left)]
+        """What the recipe has and this part of it leaves out: names of arms and targets."""
         # judged rows of every target, not only of those that run: the pool is the same for any part of the study
         self.pool = self._pool(whole, data)
-        self.features = self._features("", {}, "", None)
-        self.embedders = {
-            name: self._features(name, embedder.set, embedder.distil, self.study.embedder_rows)
-            for name, embedder in self.study.embedders.items()
-        }
+        self.features = self._features()
         for target in self.study.targets:
             check_cells(self.resolve("", target), f"quality.targets.{target}.set: ")
             for arm, spec in self.study.arms.items():
                 if spec.source == "selector":
-                    check_method(self.resolve(arm, target), f"quality.arms.{arm}")
+                    _check_method(self.resolve(arm, target).select.method, f"quality.arms.{arm}")  # type: ignore[union-attr]
 
     # ---------------------------------------------------------------------------------------- what runs
 
@@ -118,37 +103,33 @@ class Plan:
             (arm, target, budget)
             for target in self.study.targets
             for arm in self.study.arms
-            for budget in (self.budgets[target] if self.study.has_budget(arm) else (None,))
+            for budget in (self.study.budgets_of(target) if self.study.has_budget(arm) else (None,))
         ]
 
     # ---------------------------------------------------------------------------------------- cells
 
-    def selection(self, arm: str, target: str, seed: int, *, embedder: str | None = None) -> SelectionCell:
-        """What `arm` selects for `target` under `seed`; with another embedder, from the part of the pool for that."""
-        study = self.study
+    def selection(self, arm: str, target: str, seed: int) -> SelectionCell:
+        """The selection of `arm` for `target` under `seed`."""
+        study, spec = self.study, self.study.arms[arm]
         recipe = self.resolve(arm, target, {"train.seed": seed})
         assert recipe.select is not None
-        matched = study.arms[arm].source == "matched"
-        followed = self.selection(study.arms[arm].like, target, seed) if matched else None
+        followed = self.selection(spec.like, target, seed) if spec.source == "matched" else None
         like = followed.key if followed else None
-        features = self.features if embedder is None else self.embedders[embedder]
-        budgets = study.budgets_of(target) if embedder is None else (study.embedder_budget,)
-        rows = self._rows[target]
-        form = study.arms[arm].source == "form"
+        rows, budgets = self._rows[target], study.budgets_of(target)
+        form = spec.source == "form"
         tokens = study.unit == "tokens" or "tokens" in required_inputs(recipe.select.method)
         each = followed.each if followed else len(budgets) > 1 and _one_size(recipe.select.method)
         key = short_hash(
             [
-                "selection", features.key, settings_tree(recipe.select.method), rows.identity, list(rows.domains),
+                "selection", self.features.key, settings_tree(recipe.select.method), rows.identity, list(rows.domains),
                 seed, list(budgets), like, *(["a selection for each budget"] if each else []),
                 *([study.unit, recipe.backbone] if tokens else []), *(["by form alone"] if form else []),
-                *([study.arms[arm].times] if study.arms[arm].times > 1 else []),
+                *([spec.times] if spec.times > 1 else []),
             ]
         )  # fmt: skip
         return SelectionCell(
-            key, arm, target, seed, embedder, recipe, self.pool, features, rows, budgets, each, like, study.unit, form,
-            study.arms[arm].times,
-        )  # fmt: skip
+            key, arm, target, seed, recipe, self.features, rows, budgets, each, like, study.unit, form, spec.times
+        )
 
     def trial(self, arm: str, target: str, lr: float) -> TrainingCell:
         """A warm-up of one learning rate, judged on validation texts."""
@@ -166,11 +147,6 @@ class Plan:
         rate = fine_tune_lr if self.study.fine_tunes(budget) else None
         return self._training("final", arm, target, budget, seed, lr=lr, fine_tune_lr=rate)
 
-    def embedded(self, embedder: str, target: str, seed: int, *, lr: float) -> TrainingCell:
-        """A warm-up on what the focus selects with one embedder."""
-        study = self.study
-        return self._training("embedder", study.focus, target, study.embedder_budget, seed, lr=lr, embedder=embedder)
-
     def _training(
         self,
         kind: str,
@@ -181,7 +157,6 @@ class Plan:
         *,
         lr: float | None = None,
         fine_tune_lr: float | None = None,
-        embedder: str | None = None,
     ) -> TrainingCell:
         study, rows = self.study, self._rows[target]
         changes: dict[str, Any] = {"train.seed": seed}
@@ -193,7 +168,7 @@ class Plan:
         if budget is not None and study.unit == "tokens" and recipe.warmup is not None:
             step = recipe.warmup.batch_size * recipe.warmup.accumulate * study.packed
             recipe = self.resolve(arm, target, changes | {"warmup.steps": max(1, round(budget / step))})
-        selection = self.selection(arm, target, seed, embedder=embedder) if budget is not None else None
+        selection = self.selection(arm, target, seed) if budget is not None else None
         source = study.arms[arm].source if arm else "none"
         form, forgetting = (wanted and kind == "final" for wanted in (study.form, study.forgetting))
         key = recipe_key(
@@ -205,7 +180,7 @@ class Plan:
             ],
         )  # fmt: skip
         return TrainingCell(
-            key, kind, arm, source, target, budget, seed, lr, fine_tune_lr, embedder, recipe,
+            key, kind, arm, source, target, budget, seed, lr, fine_tune_lr, recipe,
             selection.key if selection else None, self.pool, rows, study.packed, study.judged_length, form, forgetting,
         )  # fmt: skip
 
@@ -247,30 +222,16 @@ class Plan:
         )  # fmt: skip
         return PoolCell(key, file, tags, whole.pool_rows, recipe, rows)
 
-    def _features(self, name: str, keys: Mapping[str, Any], distil: str, rows: int | None) -> FeaturesCell:
-        where = f"--quality.embedders.{name}.set"
-        laid = [from_override(key, value, where) for key, value in keys.items()]
-        recipe = resolve_tree(self._tree, laid, name=self.resolved.name).recipe
+    def _features(self) -> FeaturesCell:
+        recipe = resolve_tree(self._tree, (), name=self.resolved.name).recipe
         assert recipe.select is not None
         embedder = recipe.select.embedder
-        if isinstance(embedder, TokenNgrams):
-            raise UserError(f"quality: the embedder tokens is made for one target, not for many ({name or 'select'})")
-        if isinstance(embedder, PrecomputedFeatures):
-            raise UserError(f"quality: features of your own cannot be taken for many targets ({name or 'select'})")
-        if distil and embedder.kind != "static":
-            raise UserError(f"quality.embedders.{name}.distil is for `select.embedder.kind: static` only")
+        if isinstance(embedder, TokenNgrams | PrecomputedFeatures):
+            raise UserError(f"select.embedder: {embedder.kind} serves one target, not many; take another")
         backbone = recipe.backbone if embedder.kind == "backbone" else None
         stored = recipe.select.feature_type
-        key = short_hash(["features", self.pool.key, settings_tree(embedder), distil, rows, backbone, stored])
-        return FeaturesCell(key, name, recipe, self.pool, distil, rows)
-
-    def _check_budgets(self) -> None:
-        for name, budgets in self.budgets.items():
-            if not budgets:
-                own = ", ".join(map(str, self.study.budgets_of(name)))
-                raise UserError(
-                    f"--budgets: target {name} has none of them; leave it out with --targets, or add one of {own}"
-                )
+        key = short_hash(["features", self.pool.key, settings_tree(embedder), "", None, backbone, stored])
+        return FeaturesCell(key, recipe, self.pool)
 
 
 def _only(whole: Quality, selectors: Sequence[str], targets: Sequence[str]) -> Quality:
@@ -284,14 +245,15 @@ def _only(whole: Quality, selectors: Sequence[str], targets: Sequence[str]) -> Q
         raise UserError(f"nothing to compare with {whole.baseline!r}: name another arm with --selectors")
     kept = {name: whole.targets[name] for name in filter_by_flag("--targets", targets, whole.targets)}
     focus = whole.focus if whole.focus in arms else whole.baseline
-    embedders = whole.embedders if whole.focus in arms else {}
-    return dataclasses.replace(whole, arms=arms, targets=kept, focus=focus, embedders=embedders)
-
-
-def _budgets(study: Quality) -> list[int]:
-    return sorted({budget for target in study.targets for budget in study.budgets_of(target)})
+    return dataclasses.replace(whole, arms=arms, targets=kept, focus=focus)
 
 
 def _one_size(method: Method) -> bool:
-    """Whether a selection is shaped for its budget, so that the first k of a larger one are not the selection of k."""
+    """Return True where a selection is shaped for its budget: the first k of a larger one are not that of k."""
     return isinstance(method, Domains | Auto | Cynical) or (isinstance(method, GotD) and method.rounds > 1)
+
+
+def _check_method(method: Method, where: str) -> None:
+    short = required_inputs(method) - {"features", "texts", "tokens"}
+    if short:
+        raise UserError(f"{where}: method {method.kind} needs {', '.join(sorted(short))}, which a study does not have")

@@ -1,52 +1,93 @@
-"""The study's pool: read once, cleaned of what the targets hold, kept in one file that workers map.
+"""The study's pool and its features, each made once, and the rows of targets.
 
-`pool/<key>.arrow` has the columns id, text, domain (hidden from selectors) and words.
+`pool/<key>.arrow` has the columns id, text, domain (hidden from selectors) and words; `features` has shards
+(`flatshift.selection.features.FeatureCache`).
 """
 
 from __future__ import annotations
 
 import functools
 import lzma
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.studies.cells.rows import split_rows
-from benchmarks.studies.selection_quality.cells import PoolCell
+from benchmarks.studies.selection_quality.cells import FeaturesCell, PoolCell, TargetRows
+from flatshift.experiments.select.embedding import state_embedder
 from flatshift.finetune.atomic import atomic_file
-from flatshift.finetune.data.rows import read_rows
+from flatshift.finetune.data.rows import Row, limit_rows, read_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.seeds import derive_seed, numpy_generator
+from flatshift.finetune.tasks import Task
+from flatshift.selection.config import Static, TfIdf
+from flatshift.selection.features import FeatureCache, StaticEmbedder, TfIdfEmbedder
+from flatshift.selection.features.tfidf import load_or_fit
 
 _PART = 1 << 16
+Embed = Callable[[list[str]], np.ndarray]
+
+
+# --------------------------------------------------------------------------------------------- rows of a target
+
+
+@functools.lru_cache(maxsize=64)
+def split_rows(rows: TargetRows, task: Task, judged: str) -> tuple[list[Row], list[Row], tuple[str, ...] | None]:
+    """(rows to draw training subsets from, rows of the split `judged`, classes); no draw depends on a run's seed.
+
+    Validation rows come out of the training split, so that the official development split, where it serves as test, is
+    seen once.
+    """
+    found = _read(rows.file, task)
+    train = [row for row in found if row.values.get("split") == "train"]
+    tested = [row for row in found if row.values.get("split") == rows.test_split]
+    if not train or not tested:
+        there = ", ".join(sorted({str(row.values.get("split")) for row in found}))
+        raise UserError(
+            f"{rows.file}: the column 'split' must mark 'train' and {rows.test_split!r} rows; it has {there}"
+        )
+    if rows.validation >= len(train):
+        raise UserError(f"{rows.file}: {rows.validation} validation rows leave nothing of {len(train)} training rows")
+    chosen = limit_rows(range(len(train)), rows.validation, seed=derive_seed(0, "comparison", "validation"))
+    pool = [train[i] for i in sorted(set(range(len(train))) - set(chosen))]
+    if judged == "validation":
+        return pool, [train[i] for i in chosen], task.class_names(train)
+    limited = limit_rows(tested, min(rows.test, len(tested)), seed=derive_seed(0, "comparison", "test rows"))
+    return pool, limited, task.class_names(train)
+
+
+@functools.lru_cache(maxsize=16)
+def _read(file: str, task: Task) -> list[Row]:
+    return list(read_rows([file], required=task.columns(), label=task.read_label))
+
+
+def target_texts(rows: TargetRows, task: Task, seed: int) -> list[Row]:
+    """The training rows whose texts selectors see under `seed`; the labelled ones are among them."""
+    train = split_rows(rows, task, "test")[0]
+    return limit_rows(train, min(rows.texts, len(train)), seed=derive_seed(seed, "limit", "train"))
+
+
+# --------------------------------------------------------------------------------------------- the pool
 
 
 @dataclass(frozen=True)
 class StoredPool:
-    """N passages. `domains` judge a selection; no selector is given them."""
+    """N passages. `domains` (N,) object evaluate a selection, no selector is given them; `words` (N,) int64: runs of
+    anything but white space."""
 
     ids: list[str]
     texts: list[str]
     domains: np.ndarray
-    """(N,) object."""
     words: np.ndarray
-    """(N,) int64: runs of anything but white space."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    def part(self, rows: int | None) -> np.ndarray:
-        """Row numbers of a part of so many passages, ascending, drawn once for all; None: of all."""
-        if rows is None or rows >= len(self):
-            return np.arange(len(self))
-        return np.sort(numpy_generator(0, "quality", "part").choice(len(self), rows, replace=False))
-
 
 def pool_file(root: Path, key: str) -> Path:
-    """Where a study under `root` keeps its pool."""
+    """Path of the pool of the study under `root`."""
     return root / "pool" / f"{key}.arrow"
 
 
@@ -57,17 +98,17 @@ def open_pool(root: Path, key: str) -> StoredPool:
 
     with pa.memory_map(str(pool_file(root, key)), "r") as source:
         table = pa.ipc.open_file(source).read_all()
-        ids, texts, names = (table.column(name).to_pylist() for name in ("id", "text", "domain"))
-        known: dict[str, str] = {}
-        domains = np.array([known.setdefault(name, name) for name in names], dtype=object)
-        return StoredPool(ids, texts, domains, table.column("words").to_numpy().astype(np.int64))
+        ids, texts, domains = (table.column(name).to_pylist() for name in ("id", "text", "domain"))
+        return StoredPool(
+            ids, texts, np.array(domains, dtype=object), table.column("words").to_numpy().astype(np.int64)
+        )
 
 
 def store_pool(root: Path, cell: PoolCell) -> dict[str, Any]:
     """Read, clean and store the pool; returns its counts. Raises UserError for tags that do not fit the passages."""
     from flatshift.selection.hygiene import ReferenceTexts, clean_pool
 
-    select = cell.recipe.select
+    select, task = cell.recipe.select, cell.recipe.task
     assert select is not None
     skipped: list[str] = []
     rows = list(
@@ -84,7 +125,11 @@ def store_pool(root: Path, cell: PoolCell) -> dict[str, Any]:
         ids, texts, domains = ([side[i] for i in keep.tolist()] for side in (ids, texts, domains))
     total, dropped = len(ids), {}
     if select.hygiene.on:
-        references = [ReferenceTexts("target", _texts(cell, "train")), ReferenceTexts("eval", _texts(cell, "judged"))]
+        split = {judged: [split_rows(target, task, judged) for target in cell.targets]
+                 for judged in ("validation", "test")}  # fmt: skip
+        train = [row for found in split["test"] for row in found[0]]
+        judged = [row for pair in zip(split["validation"], split["test"], strict=True) for f in pair for row in f[1]]
+        references = [ReferenceTexts("target", _texts(train)), ReferenceTexts("eval", _texts(judged))]
         cleaned = clean_pool(texts, select.hygiene, references=references, seed=derive_seed(0, "quality", "hygiene"))
         dropped = cleaned.counts()
         ids, texts, domains = ([side[i] for i in cleaned.kept.tolist()] for side in (ids, texts, domains))
@@ -112,23 +157,8 @@ def _domains(tags: str, ids: list[str]) -> list[str]:
     return [named[identity] for identity in ids]
 
 
-def _texts(cell: PoolCell, which: str) -> list[str]:
-    """Texts of all targets: those that runs may train on, or those they are judged on."""
-    return [text for target in cell.targets for row in _target_rows(cell, target, which) for text in _both(row)]
-
-
-def _target_rows(cell: PoolCell, target: Any, which: str) -> Iterator[Any]:
-    for judged in ("validation", "test"):
-        split = (target.validation, target.test, target.test_split)
-        train, rows, _ = split_rows(target.file, cell.recipe.task, split, judged)
-        if which == "judged":
-            yield from rows
-        elif judged == "test":
-            yield from train
-
-
-def _both(row: Any) -> list[str]:
-    return [row.values[name] for name in ("text", "text2") if isinstance(row.values.get(name), str)]
+def _texts(rows: list[Row]) -> list[str]:
+    return [row.values[name] for row in rows for name in ("text", "text2") if isinstance(row.values.get(name), str)]
 
 
 def _write(path: Path, ids: list[str], texts: list[str], domains: list[str]) -> None:
@@ -136,12 +166,46 @@ def _write(path: Path, ids: list[str], texts: list[str], domains: list[str]) -> 
 
     schema = pa.schema([("id", pa.string()), ("text", pa.string()), ("domain", pa.string()), ("words", pa.int64())])
     path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.table([ids, texts, domains, [len(text.split()) for text in texts]], schema=schema)
     with (
         atomic_file(path) as temporary,
         pa.OSFile(str(temporary), "wb") as sink,
         pa.ipc.new_file(sink, schema) as writer,
     ):
-        for low in range(0, len(ids), _PART):
-            part = slice(low, low + _PART)
-            words = [len(text.split()) for text in texts[part]]
-            writer.write_batch(pa.record_batch([ids[part], texts[part], domains[part], words], schema=schema))
+        writer.write_table(table, max_chunksize=_PART)
+
+
+# --------------------------------------------------------------------------------------------- features
+
+
+@functools.lru_cache(maxsize=4)
+def pool_vectors(root: Path, cell: FeaturesCell) -> np.ndarray:
+    """(N, d) features of the pool; computed where no shard has them."""
+    assert cell.recipe.select is not None
+    embed, key = _embedder(root, cell)
+    cache = FeatureCache(root / "features")
+    stored = open_pool(root, cell.pool.key)
+    return np.asarray(cache.features(stored.texts, embed, key=key, dtype=cell.recipe.select.feature_type))
+
+
+def vectors(root: Path, cell: FeaturesCell, texts: list[str]) -> np.ndarray:
+    """(len(texts), d) float32 by the same embedder."""
+    return np.asarray(_embedder(root, cell)[0](texts), dtype=np.float32)
+
+
+@functools.lru_cache(maxsize=8)
+def _embedder(root: Path, cell: FeaturesCell) -> tuple[Embed, str]:
+    """texts → vectors, and the key that names it in the cache. Fitted on the pool alone: it serves every target."""
+    recipe = cell.recipe
+    assert recipe.select is not None
+    embedder: Any = recipe.select.embedder
+    if isinstance(embedder, TfIdf):
+        seed = derive_seed(0, "quality", "tfidf")
+        tfidf = TfIdfEmbedder(dim=embedder.dim, buckets=embedder.buckets, seed=seed, fit_rows=embedder.fit_rows)
+        texts = open_pool(root, cell.pool.key).texts
+        load_or_fit(root / "features" / f"tfidf-{cell.key}.npz", tfidf, lambda: tfidf.fit(texts))
+        return tfidf.transform, f"tfidf {tfidf.fingerprint}"
+    if isinstance(embedder, Static):
+        static = StaticEmbedder(embedder.path, max_tokens=embedder.max_length)
+        return static.transform, f"static {static.fingerprint}"
+    return state_embedder(embedder, backbone=recipe.backbone, device=recipe.train.device, keyed=True)

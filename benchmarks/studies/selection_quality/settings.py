@@ -1,15 +1,20 @@
-"""What a study of selectors is told: pool, targets, arms, budgets and seeds. Imports nothing heavy."""
+"""Settings of a study of selectors: pool, targets, arms, budgets and seeds. Imports nothing heavy."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from benchmarks.studies.selection_quality.keys import check_arm_keys, check_embedder_keys, check_target_keys
-from flatshift.experiments.recipe.schema import Recipe
-from flatshift.finetune.config import MAX_LENGTH, check_bounds
+from flatshift.experiments.recipe.rules import CELL_RULES, check_rules
+from flatshift.experiments.recipe.schema import Recipe, Select
+from flatshift.finetune.config import DATA_INITS, MAX_LENGTH, check_bounds
+from flatshift.finetune.data.config import Data
+from flatshift.finetune.errors import UserError
 
 Source = Literal["selector", "matched", "form", "pool", "target", "none"]
+_READ = ("embedder", "feature_type", "hygiene", "method", "columns", "bad_rows")
+"""Keys of `select` that a study reads; its own block has the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +22,7 @@ class QualityTarget:
     """One target: a labelled file of one domain."""
 
     file: str
-    """Rows with `text`, `label` and `split`, relative to the directory that `--data` names; or a path, or
-    `sample:NAME`."""
+    """Rows with `text`, `label` and `split`, relative to `--data`; or a path, or `sample:NAME`."""
     domains: tuple[str, ...] = ()
     """Hidden domains of the pool that serve it; selectors never see them."""
     set: dict[str, Any] = field(default_factory=dict)
@@ -30,19 +34,21 @@ class QualityTarget:
     validation: int = 200
     """Rows that choose learning rates, drawn once for all from the training rows."""
     test: int = 400
-    """Rows that final runs and those of the embedder comparison are judged on, drawn once for all from the split
-    `test_split`."""
+    """Rows of the split `test_split` that final runs are evaluated on, drawn once for all."""
     test_split: str = "test"
-    """The value of the column `split` that marks test rows; the training rows are those marked `train`."""
     budgets: tuple[int, ...] = ()
-    """Passages to select; empty: those of the study."""
+    """Budgets of this target; empty: those of the study."""
 
     def __post_init__(self) -> None:
         check_bounds(self, texts=(1, None), labels=(1, None), validation=(1, None), test=(1, None))
         if self.labels > self.texts:
             raise ValueError(f"labels: {self.labels} labelled rows are more than the {self.texts} texts they belong to")
-        _check_budgets(self.budgets)
-        check_target_keys(self.set)
+        _check_rising("budgets", self.budgets, 0)
+        for key in _leaves(self.set):
+            if key in ("train.seed", "warmup.lr", "optimizer.lr"):
+                raise ValueError(f"set has {key!r}, which the study overwrites in every run")
+            if key.partition(".")[0] in ("select", "backbone", "data", "quality"):
+                raise ValueError(f"set has {key!r}, but a target sets how its runs train and nothing else")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,34 +60,25 @@ class QualityArm:
     hidden domain and length; what is nearest to the target in `form` alone: moore-lewis on case, digits, marks and
     spacing without any word; the whole `pool`; the `target` texts themselves; or `none`: no warm-up."""
     set: dict[str, Any] = field(default_factory=dict)
-    """Recipe keys (dotted) and their values for this arm: those of `select.method`, and no others."""
+    """Recipe keys (dotted) of `select.method` and their values for this arm."""
     like: str = ""
     """The arm that a `matched` draw follows."""
     times: int = 1
     """How often the warm-up reads the choice: of budgets in tokens the best passages that hold budget/times of them."""
     note: str = ""
-    """What it is, for the page."""
+    """One line about it for the page."""
 
     def __post_init__(self) -> None:
-        check_arm_keys(self.set, self.source)
         check_bounds(self, times=(1, None))
+        for key in _leaves(self.set):
+            if self.source != "selector":
+                raise ValueError(f"set has {key!r}, but an arm of source {self.source} runs no selector; leave it out")
+            if not f"{key}.".startswith("select.method."):
+                raise ValueError(
+                    f"set has {key!r}, but an arm sets select.method.* alone, so that all arms train alike"
+                )
         if self.times > 1 and self.source != "selector":
             raise ValueError(f"times: an arm of source {self.source} runs no selector; leave it out")
-
-
-@dataclass(frozen=True, kw_only=True)
-class QualityEmbedder:
-    """One embedder of the embedder comparison."""
-
-    set: dict[str, Any] = field(default_factory=dict)
-    """Recipe keys (dotted) and their values: those of `select.embedder`, and no others."""
-    distil: str = ""
-    """For static vectors: the encoder whose states of single tokens become the table, as model2vec does it."""
-    note: str = ""
-    """What it is, for the page."""
-
-    def __post_init__(self) -> None:
-        check_embedder_keys(self.set)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +93,6 @@ class Quality:
     pool_rows: int | None = None
     """Use this many passages, drawn once for all; null: all."""
     targets: dict[str, QualityTarget] = field(default_factory=dict)
-    """Name → target."""
     arms: dict[str, QualityArm] = field(default_factory=dict)
     """Name → arm; all get the same number of trials on every target."""
     baseline: str = "random"
@@ -104,21 +100,20 @@ class Quality:
     focus: str = "gotd"
     """The arm that is compared with every other one."""
     budgets: tuple[int, ...] = (1000, 5000, 20000)
-    """Passages to select."""
     primary_budget: int = 5000
     """The budget of the primary endpoint and of all trials."""
     unit: Literal["passages", "tokens"] = "passages"
-    """What budgets count. `tokens` of the backbone: the best passages that hold so many, and the warm-up takes as many
+    """Unit of budgets. `tokens` of the backbone: the best passages that hold so many, and the warm-up takes as many
     steps as read them through once."""
     form: bool = False
-    """Whether final runs have a second endpoint, nats of texts in one plain form: the chosen passages and the judged
+    """Whether final runs have a second endpoint, nats of texts in one plain form: the chosen passages and the test
     texts alike in lower case with one space between words and marks, so that only words can tell selectors apart."""
     forgetting: bool = False
     """Whether final runs have nats of passages of the pool as a further endpoint: what the warm-up costs elsewhere."""
     packed: int = 256
     """Tokens of a warm-up row: passages end to end, cut to this length, so that every arm has as many tokens."""
     judged_length: int = 128
-    """Tokens of a judged text that count for its perplexity."""
+    """Tokens of an evaluated text that count for its perplexity."""
     lr: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
     """Learning rates of the first warm-up trials."""
     rounds: int = 1
@@ -131,46 +126,20 @@ class Quality:
     """Final runs of every arm: `train.seed` 0, 1, …"""
     tuning_seed: int = 1_000_003
     """`train.seed` of all trials; never used for a final run."""
-    embedders: dict[str, QualityEmbedder] = field(default_factory=dict)
-    """Name → embedder; what `focus` selects with each is compared on a part of the pool."""
-    embedder_rows: int = 40_000
-    """Passages of that part, drawn once for all."""
-    embedder_budget: int = 1000
-    """Passages to select from it."""
-    embedder_seeds: int = 3
-    """Runs of each embedder, with the first of the same seeds."""
     notes: tuple[str, ...] = ()
     """Sentences that the protocol ends with: what a reader must know of how this study came about."""
 
     def __post_init__(self) -> None:
         check_bounds(
-            self, pool_rows=(1, None), primary_budget=(1, None), packed=(2, None), judged_length=(2, None),
-            rounds=(0, None), seeds=(2, None), tuning_seed=(0, 2**63 - 1), embedder_rows=(1, None),
-            embedder_budget=(1, None), embedder_seeds=(1, None),
+            self, pool_rows=(1, None), primary_budget=(1, None), packed=(2, MAX_LENGTH), judged_length=(2, MAX_LENGTH),
+            rounds=(0, 1000), seeds=(2, 10_000), tuning_seed=(0, 2**63 - 1),
         )  # fmt: skip
-        check_bounds(self, rounds=(None, 1000), seeds=(None, 10_000), embedder_seeds=(None, 10_000))
-        check_bounds(self, packed=(None, MAX_LENGTH), judged_length=(None, MAX_LENGTH))
-        for name in ("lr", "fine_tune_lr"):
-            rates = getattr(self, name)
-            if len(rates) < 2 or any(not rate > 0 for rate in rates) or list(rates) != sorted(set(rates)):
-                raise ValueError(f"{name} must be at least two rising learning rates, got {list(rates)}")
-        _check_budgets(self.budgets)
-        if not self.budgets:
-            raise ValueError("budgets must name at least one number of passages")
+        _check_rising("lr", self.lr, 2)
+        _check_rising("fine_tune_lr", self.fine_tune_lr, 2)
+        _check_rising("budgets", self.budgets, 1)
         if self.tuning_seed < self.seeds:
             raise ValueError(f"tuning_seed {self.tuning_seed} is also the seed of a final run; take a larger one")
-        self._check_arms()
-        for name in self.targets:
-            if self.primary_budget not in self.budgets_of(name):
-                raise ValueError(
-                    f"primary_budget {self.primary_budget} is none of the budgets of target {name}: "
-                    f"{', '.join(map(str, self.budgets_of(name)))}"
-                )
-
-    def _check_arms(self) -> None:
-        if not self.arms:
-            return
-        for key in ("baseline", "focus"):
+        for key in ("baseline", "focus") if self.arms else ():
             arm = self.arms.get(getattr(self, key))
             if arm is None or arm.source != "selector":
                 raise ValueError(f"{key} is {getattr(self, key)!r}, which is no arm with a selector")
@@ -181,17 +150,20 @@ class Quality:
                 raise ValueError(f"arms: {name} is matched to {arm.like!r}, which is no arm with a selector")
             if arm.source != "matched" and arm.like:
                 raise ValueError(f"arms: {name} is like {arm.like!r}, but its source is {arm.source}, not matched")
+        for name in self.targets:
+            if self.primary_budget not in (own := self.budgets_of(name)):
+                raise ValueError(f"primary_budget {self.primary_budget} is none of the budgets of target {name}: {own}")
 
     def budgets_of(self, target: str) -> tuple[int, ...]:
         """Budgets of a target, rising."""
         return self.targets[target].budgets or self.budgets
 
     def has_budget(self, arm: str) -> bool:
-        """Whether an arm selects."""
+        """Return True for an arm that selects."""
         return self.arms[arm].source in ("selector", "matched", "form")
 
     def fine_tunes(self, budget: int | None) -> bool:
-        """Whether the fine-tune runs after this budget."""
+        """Return True where the fine-tune runs after this budget."""
         return budget is None or not self.fine_tune_budgets or budget in self.fine_tune_budgets
 
 
@@ -200,9 +172,69 @@ class StudyRecipe(Recipe):
     """A recipe that may have a study of selectors."""
 
     quality: Quality | None = None
-    """Selectors, targets and protocol of the study."""
 
 
-def _check_budgets(budgets: tuple[int, ...]) -> None:
-    if any(budget < 1 for budget in budgets) or list(budgets) != sorted(set(budgets)):
-        raise ValueError(f"budgets must be rising numbers of passages, got {list(budgets)}")
+def check_study(recipe: Recipe, study: Quality) -> None:
+    """Raise UserError for a recipe whose blocks do not make a study."""
+    if not study.targets or not study.arms or not study.pool:
+        raise UserError("quality.pool, quality.targets and quality.arms must name a pool, a target and two arms")
+    if recipe.select is None or recipe.warmup is None:
+        raise UserError("a study of selectors needs the blocks `select` and `warmup`: both are its settings")
+    if recipe.data != Data():
+        raise UserError("data: a study of selectors does not read it; name its files in quality.targets")
+    default = Select()
+    for name in vars(default):
+        if name not in _READ and getattr(recipe.select, name) != getattr(default, name):
+            raise UserError(f"select.{name}: a study of selectors does not read it; see the block `quality`")
+    near = recipe.select.hygiene.decontaminate
+    if near is not None and near.action == "split":
+        raise UserError("select.hygiene.decontaminate.action: passages of a study stay whole; set it to drop")
+    check_cells(recipe)
+
+
+def check_cells(recipe: Recipe, where: str = "") -> None:
+    """Raise UserError for settings that the runs of a study cannot have. where: who set them."""
+    from flatshift.finetune.planner.rules import RuleSettings, check_settings
+
+    assert recipe.warmup is not None
+    if not recipe.task.one_class:
+        raise UserError(f"{where}a study of selectors fine-tunes classifiers of one class, not task.kind: "
+                        f"{recipe.task.kind}{' with multi' * bool(recipe.task.multi)}")  # fmt: skip
+    if recipe.warmup.task is not None:
+        raise UserError(f"{where}warmup.task: a study of selectors warms up a decoder by packed rows; leave it out")
+    if recipe.mesh.size > 1 or recipe.train.quantization is not None:
+        raise UserError(f"{where}a study of selectors runs each cell in one process on the backbone as it is")
+    for name in ("truncation", "overlong"):
+        if getattr(recipe.train, name) is not None:
+            raise UserError(f"{where}train.{name}: a study of selectors cuts texts at their right end; leave it out")
+    refuse_in_study(recipe)
+    check_settings(RuleSettings.of(recipe))
+
+
+def refuse_in_study(recipe: Recipe) -> None:
+    """Raise UserError for what the cells of a study, which train in memory, do not do."""
+    check_rules(recipe, CELL_RULES)
+    if recipe.adapter.projector is not None:
+        raise UserError("adapter.projector: a study's cells encode their rows without features; leave it out")
+    if recipe.train.compile:
+        raise UserError("train.compile: a study's cells are too short to be compiled; leave it off")
+    check_rules(recipe)
+    if recipe.adapter.init in DATA_INITS or recipe.adapter.start is not None:
+        raise UserError("adapter.start and an adapter.init that looks at data go with flatshift train and sweep only")
+    if recipe.optimizer.kind != "adamw":
+        raise UserError(f"optimizer.kind: a study trains with adamw, not {recipe.optimizer.kind}; leave it out")
+
+
+def _leaves(keys: Mapping[str, Any], before: str = "") -> Iterator[str]:
+    """Dotted keys, however they were nested; `-` and `_` alike."""
+    for key, value in keys.items():
+        name = before + key.replace("-", "_")
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{name}.")
+        else:
+            yield name
+
+
+def _check_rising(name: str, values: tuple[float, ...], least: int) -> None:
+    if len(values) < least or any(not value > 0 for value in values) or list(values) != sorted(set(values)):
+        raise ValueError(f"{name} must be rising numbers above 0, at least {least}; got {list(values)}")

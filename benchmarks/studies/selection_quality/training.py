@@ -1,10 +1,14 @@
-"""A training cell: warm-up on the arm's text, perplexity of the target's judged texts, then the few-label fine-tune."""
+"""A training cell: warm-up on the arm's text, perplexity of the target's texts, then the few-label fine-tune.
+
+The loop is that of `flatshift train`, on a copy of a frozen backbone that a worker keeps in memory.
+"""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import math
-import re
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -13,52 +17,43 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.studies.cells.rows import split_rows
-from benchmarks.studies.cells.training import fresh_engine, judge_examples, kept_tokenizer, train_examples
 from benchmarks.studies.selection_quality.cells import TrainingCell
-from benchmarks.studies.selection_quality.choosing import chosen_rows, target_texts
-from benchmarks.studies.selection_quality.pool import open_pool
-from benchmarks.studies.selection_quality.stream import Packed, packed_rows
-from flatshift.experiments.recipe.schema import settings_tree, short_hash
+from benchmarks.studies.selection_quality.choosing import chosen_rows
+from benchmarks.studies.selection_quality.pool import open_pool, split_rows, target_texts
+from benchmarks.studies.selection_quality.texts import packed_rows, plain_form
+from flatshift.experiments.recipe.schema import Recipe, settings_tree, short_hash
+from flatshift.finetune.config import Optimizer, Train
 from flatshift.finetune.data.encoding import encode
+from flatshift.finetune.data.example import Example
 from flatshift.finetune.data.rows import Row, limit_rows
+from flatshift.finetune.lock import temporary_directory
 from flatshift.finetune.seeds import derive_seed, numpy_generator
-from flatshift.finetune.tasks import LanguageModel
+from flatshift.finetune.tasks import LanguageModel, Task
+from flatshift.finetune.train.divergence import Diverged
+from flatshift.finetune.train.stage import TrainingStage
+from flatshift.finetune.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from flatshift.finetune.parallel.engine import Engine
 
-WARM_UP, FINE_TUNE = "warm-up", "fine-tune"
 _LANGUAGE = LanguageModel(pack=False)
-_PARTS = re.compile(r"\w+|[^\w\s]+")
 _ELSEWHERE = 300
 """Passages of the pool that tell what a warm-up costs elsewhere."""
 _KEPT = 12
 """Warm-ups that a worker remembers: those of a random draw and of the whole pool serve every target."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Warm:
-    """A warmed adapter, with what it cost and saw."""
-
-    adapter: dict[str, Tensor]
-    passages: int
-    tokens: int
-    epochs: float
-
-
-_WARM: OrderedDict[str, _Warm] = OrderedDict()
+_WARM: OrderedDict[str, tuple[dict[str, Tensor], dict[str, Any]]] = OrderedDict()
+"""Key → (warmed adapter, what it read)."""
 
 
 def run_training(root: Path, cell: TrainingCell) -> dict[str, Any]:
     """Figures of one run: `metrics`, per-item parts, and CPU-seconds by stage."""
     recipe = cell.recipe
-    tokenizer = kept_tokenizer(recipe.backbone)
-    split = (cell.rows.validation, cell.rows.test, cell.rows.test_split)
-    train, judged, labels = split_rows(cell.rows.file, recipe.task, split, cell.judged)
+    train, judged, labels = split_rows(cell.rows, recipe.task, cell.judged)
     seconds: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+    items: dict[str, Any] = {}
     clock = time.process_time()
 
     def lap(stage: str) -> None:
@@ -67,55 +62,45 @@ def run_training(root: Path, cell: TrainingCell) -> dict[str, Any]:
         seconds[stage], clock = round(now - clock, 3), now
 
     engine = fresh_engine(recipe, _LANGUAGE, None)
-    warm, remembered = _warmed(root, cell, engine, tokenizer)
-    lap(WARM_UP)
-    metrics: dict[str, float] = {}
-    items: dict[str, Any] = {}
+    warm, remembered = _warmed(root, cell, engine)
+    lap("warm-up")
     if cell.kind != "fine-tune trial":
-        texts = encode(judged, task=_LANGUAGE, tokenizer=tokenizer, max_length=cell.judged_length).examples
-        figures, parts = judge_examples(recipe, engine, tokenizer, texts, _LANGUAGE)
-        metrics |= {"nats": figures["loss"], "perplexity": math.exp(figures["loss"])}
-        items["nats"] = round(math.fsum(parts[0]), 3), sum(parts[1])
+        nats, tokens = _nats(cell, engine, judged)
+        metrics |= {"nats": nats.sum() / tokens.sum(), "perplexity": math.exp(nats.sum() / tokens.sum())}
+        items["nats"] = round(math.fsum(round(n, 4) for n in nats.tolist()), 3), int(tokens.sum())
         lap("perplexity")
     if cell.forgetting:
-        texts = encode(_elsewhere(root, cell), task=_LANGUAGE, tokenizer=tokenizer, max_length=cell.judged_length)
-        metrics["pool_nats"] = judge_examples(recipe, engine, tokenizer, texts.examples, _LANGUAGE)[0]["loss"]
+        nats, tokens = _nats(cell, engine, _elsewhere(root, cell))
+        metrics["pool_nats"] = nats.sum() / tokens.sum()
         lap("forgetting")
     if cell.form:
         plain = fresh_engine(recipe, _LANGUAGE, None)
-        _warmed(root, cell, plain, tokenizer, form=True)
-        rows = [
-            dataclasses.replace(row, values={**row.values, "text": plain_form(row.values["text"])}) for row in judged
-        ]
-        texts = encode(rows, task=_LANGUAGE, tokenizer=tokenizer, max_length=cell.judged_length).examples
-        metrics["form_nats"] = judge_examples(recipe, plain, tokenizer, texts, _LANGUAGE)[0]["loss"]
+        _warmed(root, cell, plain, form=True)
+        rows = [dataclasses.replace(r, values={**r.values, "text": plain_form(r.values["text"])}) for r in judged]
+        nats, tokens = _nats(cell, plain, rows)
+        metrics["form_nats"] = nats.sum() / tokens.sum()
         lap("plain form")
     if cell.fine_tune_lr is not None:
         engine = fresh_engine(recipe, recipe.task, labels)
         if warm is not None:
-            _take_over(engine, warm.adapter)
+            _take_over(engine, warm[0])
         labelled = limit_rows(train, min(cell.rows.labels, len(train)), seed=derive_seed(cell.seed, "limit", "train"))
-        encoded = [
-            encode(rows, task=recipe.task, tokenizer=tokenizer, max_length=recipe.train.max_length, label_names=labels)
-            for rows in (labelled, judged)
-        ]
-        train_examples(
-            recipe,
-            engine,
-            tokenizer,
-            encoded[0].examples,
-            task=recipe.task,
-            stage=FINE_TUNE,
-            optimizer=recipe.optimizer,
-            train=recipe.train,
-            labels=labels,
-        )
-        lap(FINE_TUNE)
-        figures, items["right"] = judge_examples(recipe, engine, tokenizer, encoded[1].examples, recipe.task)
-        metrics |= figures
+        settings: dict[str, Any] = {"max_length": recipe.train.max_length, "label_names": labels}
+        own, others = (_encoded(recipe, recipe.task, rows, **settings) for rows in (labelled, judged))
+        train_examples(recipe, engine, own, recipe.task, recipe.optimizer, recipe.train)
+        lap("fine-tune")
+        found, items["right"] = _classified(recipe, engine, others)
+        metrics |= found
         lap("accuracy")
-    about = {"passages": warm.passages, "tokens": warm.tokens, "epochs": round(warm.epochs, 3)} if warm else {}
-    return {"metrics": metrics, "items": items, "text": about, "seconds": seconds, "remembered": remembered}
+    about = warm[1] if warm else {}
+    return {
+        "metrics": {name: float(value) for name, value in metrics.items()},
+        "items": items, "text": about, "seconds": seconds, "remembered": remembered,
+    }  # fmt: skip
+
+
+def _encoded(recipe: Recipe, task: Task, rows: Sequence[Row], **settings: Any) -> list[Example]:
+    return encode(rows, task=task, tokenizer=kept_tokenizer(recipe.backbone), **settings).examples
 
 
 def _elsewhere(root: Path, cell: TrainingCell) -> list[Row]:
@@ -125,64 +110,42 @@ def _elsewhere(root: Path, cell: TrainingCell) -> list[Row]:
     return [Row({"text": stored.texts[i]}, stored.ids[i], f"passage {i}") for i in np.sort(order).tolist()]
 
 
-def plain_form(text: str) -> str:
-    """Lower case, one space between words and runs of marks."""
-    return " ".join(_PARTS.findall(text.lower()))
-
-
 def _warmed(
-    root: Path, cell: TrainingCell, engine: Engine, tokenizer: Any, form: bool = False
-) -> tuple[_Warm | None, bool]:
-    """Train `engine`'s adapter on the arm's text; also says whether an equal warm-up was remembered instead.
-
-    form: on that text in plain form."""
+    root: Path, cell: TrainingCell, engine: Engine, form: bool = False
+) -> tuple[tuple[dict[str, Tensor], dict[str, Any]] | None, bool]:
+    """Train `engine`'s adapter on the arm's text (form: in plain form); also whether an equal warm-up was remembered
+    instead."""
     from flatshift.finetune.adapters.adapter import lora_only, trainable
 
+    recipe, warmup = cell.recipe, cell.recipe.warmup
     if cell.lr is None:
         return None, False
-    recipe = cell.recipe
-    warmup = recipe.warmup
     assert warmup is not None
     texts, name = _texts(root, cell)
     if form:
         texts, name = [plain_form(text) for text in texts], f"{name} in plain form"
     train = dataclasses.replace(
-        recipe.train,
-        steps=warmup.steps,
-        batch_size=warmup.batch_size,
-        accumulate=warmup.accumulate,
+        recipe.train, steps=warmup.steps, batch_size=warmup.batch_size, accumulate=warmup.accumulate,
         max_length=cell.packed,
-    )
+    )  # fmt: skip
     optimizer = dataclasses.replace(recipe.optimizer, lr=warmup.lr)
     settings = map(settings_tree, (train, optimizer, recipe.adapter, recipe.regularizer))
     key = short_hash([name, recipe.backbone, *settings])
     remembered = key in _WARM
     if remembered:
         _WARM.move_to_end(key)
-        _take_over(engine, _WARM[key].adapter)
+        _take_over(engine, _WARM[key][0])
     else:
         rows = warmup.steps * warmup.batch_size * warmup.accumulate
+        tokenizer = kept_tokenizer(recipe.backbone)
         found = packed_rows(texts, tokenizer, rows=rows, length=cell.packed, seed=derive_seed(cell.seed, "stream"))
-        _train(cell, engine, tokenizer, found, optimizer, train)
+        train_examples(recipe, engine, found.examples, _LANGUAGE, optimizer, train)
         adapter = {name: tensor.detach().clone() for name, tensor in lora_only(trainable(engine.model)).items()}
-        _WARM[key] = _Warm(adapter, found.passages, found.tokens, found.epochs)
+        about = {"passages": found.passages, "tokens": found.tokens, "epochs": round(found.epochs, 3)}
+        _WARM[key] = adapter, about
         if len(_WARM) > _KEPT:
             _WARM.popitem(last=False)
     return _WARM[key], remembered
-
-
-def _train(cell: TrainingCell, engine: Engine, tokenizer: Any, found: Packed, optimizer: Any, train: Any) -> None:
-    train_examples(
-        cell.recipe,
-        engine,
-        tokenizer,
-        found.examples,
-        task=_LANGUAGE,
-        stage=WARM_UP,
-        optimizer=optimizer,
-        train=train,
-        labels=None,
-    )
 
 
 def _texts(root: Path, cell: TrainingCell) -> tuple[Sequence[str], str]:
@@ -203,3 +166,105 @@ def _take_over(engine: Engine, adapter: dict[str, Tensor]) -> None:
     from flatshift.finetune.adapters.adapter import copy_tensors, lora_only, trainable
 
     copy_tensors(adapter, lora_only(trainable(engine.model)), context="the warmed adapter")
+
+
+# --------------------------------------------------------------------------------------------- one model
+
+
+def fresh_engine(recipe: Recipe, task: Task, labels: tuple[str, ...] | None) -> Engine:
+    """A copy of the pristine backbone with a fresh adapter, as `flatshift.finetune.parallel.build` lays it out."""
+    from flatshift.finetune.adapters.adapter import attach_adapter
+    from flatshift.finetune.compute.precision import adapter_dtype
+    from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
+    from flatshift.finetune.parallel.engine import Engine
+
+    train = recipe.train
+    narrow = train.backbone_precision == "bf16"
+    pristine = _pristine(recipe.backbone, task, labels, train.precision, narrow, train.backbone_dropout, train.device)
+    backbone = copy.deepcopy(pristine)
+    model = attach_adapter(backbone, recipe.adapter, task=task, seed=train.seed, dtype=adapter_dtype(train))
+    checkpoint_activations(model, train.checkpointing)
+    return Engine.alone(model)
+
+
+@functools.lru_cache(maxsize=12)
+def _pristine(
+    backbone: str, task: Task, labels: Any, precision: Any, narrow: bool, dropout: float | None, device: str
+) -> Any:
+    from flatshift.finetune.compute.cuda_status import resolve_device
+    from flatshift.finetune.models.load import load_backbone
+
+    return load_backbone(
+        backbone, task=task, label_names=labels, precision=precision, narrow=narrow, dropout=dropout,
+        device=resolve_device(device),
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=8)
+def kept_tokenizer(backbone: str) -> Any:
+    """The backbone's tokenizer, kept in memory."""
+    from flatshift.finetune.models.backbone import open_backbone
+
+    return open_backbone(backbone).tokenizer
+
+
+def train_examples(
+    recipe: Recipe, engine: Engine, examples: Sequence[Example], task: Task, optimizer: Optimizer, train: Train
+) -> None:
+    """Train one stage without dev rows: it is evaluated once, after the last step."""
+    from flatshift.finetune.data.batches import TrainingDataLoader
+    from flatshift.finetune.run_directory import RunDirectory
+    from flatshift.regularizers import build
+
+    tokenizer = kept_tokenizer(recipe.backbone)
+    batches = TrainingDataLoader(
+        examples, task=task, batch_size=train.batch_size, accumulate=train.accumulate,
+        seed=derive_seed(train.seed, "order"), max_length=train.max_length, pad_id=int(tokenizer.pad_token_id),
+        group=train.group,
+    )  # fmt: skip
+    with temporary_directory("flatshift-cell-") as folder:
+        stage = TrainingStage(
+            name="warm-up" if task == _LANGUAGE else "fine-tune", task=task, batches=batches, dev=[],
+            optimizer=optimizer, train=train, evaluate=recipe.eval, regularizer=build(recipe.regularizer),
+            run=RunDirectory(folder), seed=train.seed,
+        )  # fmt: skip
+        Trainer(engine, tokenizer, stage).fit()
+
+
+def _batching(recipe: Recipe, engine: Engine) -> Any:
+    from flatshift.finetune.data.eval_batching import EvalBatching
+
+    tokenizer = kept_tokenizer(recipe.backbone)
+    return EvalBatching.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=engine.device)
+
+
+def _nats(cell: TrainingCell, engine: Engine, rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
+    """Nats and tokens of each row, cut to the length that counts."""
+    from flatshift.finetune.compute.numerics import evaluation_mode
+    from flatshift.finetune.evaluate.perplexity import document_nats
+
+    examples = _encoded(cell.recipe, _LANGUAGE, rows, max_length=cell.judged_length)
+    with evaluation_mode(engine.eval_model):
+        nats, tokens = document_nats(engine.eval_model, examples, _batching(cell.recipe, engine), task=_LANGUAGE)
+    return _finite(nats), tokens
+
+
+def _classified(recipe: Recipe, engine: Engine, examples: Sequence[Example]) -> tuple[dict[str, float], str]:
+    """Metrics on the rows, and each row's part: 1 where it is right, else 0."""
+    from flatshift.finetune.compute.numerics import evaluation_mode
+    from flatshift.finetune.evaluate.evaluator import head_scores
+    from flatshift.finetune.evaluate.prediction_metrics import classification_metrics
+
+    with evaluation_mode(engine.eval_model):
+        nats, logits = head_scores(engine.eval_model, examples, _batching(recipe, engine), task=recipe.task)
+    predicted, gold = logits.argmax(-1).tolist(), [int(example.labels) for example in examples]  # type: ignore[arg-type]
+    metrics = classification_metrics(gold, predicted, resamples=0, confidence=0.95, seed=0)
+    values = {name: float(figure["value"] or 0.0) for name, figure in metrics.items()}
+    right = "".join("1" if p == g else "0" for p, g in zip(predicted, gold, strict=True))
+    return {"loss": float(_finite(nats).mean()), **values}, right
+
+
+def _finite(nats: np.ndarray) -> np.ndarray:
+    if not np.isfinite(nats).all():
+        raise Diverged("the trained model's loss on the evaluated rows is not a finite number")
+    return nats

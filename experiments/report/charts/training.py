@@ -163,33 +163,36 @@ def overlaid_loss_chart(
 
 def small_multiples(metrics: Metrics) -> list[Chart]:
     """Draw the learning rate and every other per-step metric of loop and regularizer, one small chart each."""
-    charts = []
+    curves = []
     for stage in metrics.stages:
         names = dict.fromkeys(k for ln in metrics.lines if ln["stage"] == stage and ln["split"] == "train" for k in ln)
         for key in ["lr", *sorted(k for k in names if k not in _KNOWN)]:
             curve = [(t, v) for t, v in metrics.series(stage, "train", key) if math.isfinite(v)]
-            if len(curve) < 2 or (key != "lr" and _is_constant_or_counter([v for _, v in curve])):
-                continue
-            name = "learning rate" if key == "lr" else key.replace("_", " ").replace("/", ": ")
-            with Canvas(260, 150) as canvas:
-                ax = canvas.axes(left=40, right=10, top=22, bottom=26)
-                steps, values = [t for t, _ in curve], [v for _, v in curve]
-                ax.plot(steps, values, color=colour("purple" if key == "lr" else "amber"), linewidth=1.7)
-                ax.margins(x=0.01, y=0.1)
-                if min(values) >= 0:
-                    ax.set_ylim(bottom=0)
-                ax.locator_params(nbins=4)
-                ax.ticklabel_format(axis="y", scilimits=(-2, 4), useMathText=False)
-                ax.yaxis.get_offset_text().set_visible(False)
-                top = max(map(abs, values))
-                if top and not 0.01 <= top < 1e4:  # a power of ten is taken out of the tick labels
-                    power = math.floor(math.log10(top))
-                    ax.yaxis.set_major_formatter(_unit_formatter(10.0**power))
-                    canvas.text(4, 141, f"×10{str(power).translate(formats.SUPERSCRIPT)}", colour="muted")
-                title = f"{formats.capitalise(name)} · {stage}"
-                last = formats.number(curve[-1][1])
-                charts.append(canvas.chart(f"{slugify(key)}-{slugify(stage)}", title=title, caption=f"Ends at {last}."))
-    return charts[:12]
+            if len(curve) >= 2 and (key == "lr" or not _is_constant_or_counter([v for _, v in curve])):
+                curves.append((stage, key, curve))
+    return [_small_chart(stage, key, curve) for stage, key, curve in curves[:12]]
+
+
+def _small_chart(stage: str, key: str, curve: Sequence[tuple[int, float]]) -> Chart:
+    name = "learning rate" if key == "lr" else key.replace("_", " ").replace("/", ": ")
+    with Canvas(260, 150) as canvas:
+        ax = canvas.axes(left=40, right=10, top=22, bottom=26)
+        steps, values = [t for t, _ in curve], [v for _, v in curve]
+        ax.plot(steps, values, color=colour("purple" if key == "lr" else "amber"), linewidth=1.7)
+        ax.margins(x=0.01, y=0.1)
+        if min(values) >= 0:
+            ax.set_ylim(bottom=0)
+        ax.locator_params(nbins=4)
+        ax.ticklabel_format(axis="y", scilimits=(-2, 4), useMathText=False)
+        ax.yaxis.get_offset_text().set_visible(False)
+        top = max(map(abs, values))
+        if top and not 0.01 <= top < 1e4:  # a power of ten is taken out of the tick labels
+            power = math.floor(math.log10(top))
+            ax.yaxis.set_major_formatter(_unit_formatter(10.0**power))
+            canvas.text(4, 141, f"×10{str(power).translate(formats.SUPERSCRIPT)}", colour="muted")
+        title = f"{formats.capitalise(name)} · {stage}"
+        last = formats.number(curve[-1][1])
+        return canvas.chart(f"{slugify(key)}-{slugify(stage)}", title=title, caption=f"Ends at {last}.")
 
 
 def _is_constant_or_counter(values: list[float]) -> bool:

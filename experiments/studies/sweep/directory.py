@@ -39,7 +39,7 @@ from flatshift.finetune.atomic import (
     remove_leftovers,
     write_json,
 )
-from flatshift.finetune.digests import DONE, check_files
+from flatshift.finetune.digests import DONE, check_entries, check_files
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.lock import INSIDE
 from flatshift.finetune.run_directory import COMMAND, ENVIRONMENT, RECIPE, disk_full_interrupts, write_provenance
@@ -150,6 +150,7 @@ def check_parts(sources: Sequence[Path]) -> None:
     for source in sources:
         if not (source / MARKER).is_file():
             raise UserError(f"--merge: {source} is not a sweep directory (it has no {MARKER})")
+        check_entries(source)
         read_marker(source)
         if (source / DONE).is_file():
             check_finished(source, unchecked=(CELLS,))

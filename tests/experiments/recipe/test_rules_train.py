@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.studies.cells.refusing import refuse_in_study
+from benchmarks.studies.selection_quality.settings import refuse_in_study
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.experiments.recipe.rules import CELL_RULES, check_recipe, check_rules
 from flatshift.experiments.recipe.schema import Recipe

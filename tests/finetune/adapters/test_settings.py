@@ -333,3 +333,25 @@ def test_a_fingerprint_tells_weights_apart_and_not_files(source, tmp_path):
     tensors[names[0]][0, 0] += 1
     save_file({n: tensors[n] for n in names[::2]}, tmp_path / "model-1.safetensors")
     assert fingerprint(tmp_path) != fingerprint(source)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "is_refused"),
+    [
+        ("target_modules", "(([a-z_.0-9])+)+!", True), ("target_modules", "(a|a)*b", True),
+        ("target_modules", ".*.*.*.*x", True), ("exclude_modules", "((x+){9})", True),
+        ("rank_pattern", {"(([a-z.])+)+!": 3}, True), ("alpha_pattern", {"([a-z]+)*!": 3}, True),
+        ("target_modules", ["q_proj", "(x+)+"], True),
+        ("target_modules", r"^(?!.*visual).*(?:q_proj|k_proj).*", False), ("target_modules", "all-linear", False),
+        ("rank_pattern", {r"layers\.(0|1)\.q_proj": 3}, False), ("target_modules", 3, False),
+        ("rank_pattern", None, False),
+    ],
+)  # fmt: skip
+def test_patterns_that_may_run_away_are_refused(key: str, value: object, is_refused: bool, tmp_path) -> None:
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4, key: value}))
+    if is_refused:
+        with pytest.raises(UserError, match=rf"^here: .*adapter_config\.json: {key} has the pattern"):
+            SavedAdapter.find(str(tmp_path), context="here")
+    else:
+        assert SavedAdapter.find(str(tmp_path), context="here").settings[key] == value

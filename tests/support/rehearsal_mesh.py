@@ -1,6 +1,6 @@
 """An update on a mesh of eight ranks of which only the first is there: its collectives in their order, and its waits.
 
-    python -m benchmarks._rehearsal_mesh '{"dp": 8}' '{"dp": 4, "tp": 2}'
+    python -m tests.support.rehearsal_mesh '{"dp": 8}' '{"dp": 4, "tp": 2}'
 
 torch's fake process group answers every collective at once, with what this rank gave. So the training loop goes as on
 one of eight processes, on tensors of the host that stand for a CUDA device's (`benchmarks.cuda_rehearsal`).
@@ -47,18 +47,16 @@ def rehearse_mesh(mesh: dict[str, Any], backbone: Path, *, regularizer: str = "p
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from benchmarks._collectives import Collectives
-    from benchmarks._rehearsal import REGULARIZERS, _Pad, dry_stage, rows
+    from benchmarks._rehearsal import REGULARIZERS, dry_stage, rows
     from benchmarks.cuda_rehearsal import Rehearsal
+    from benchmarks.gpu.llama import Padder, stage
     from flatshift.finetune.compute.capabilities import CUDA, override_capabilities
-    from flatshift.finetune.config import Adapter, Evaluate, Mesh, Optimizer, Train
+    from flatshift.finetune.config import Adapter, Mesh, Optimizer, Train
     from flatshift.finetune.data.batches import TrainingDataLoader
     from flatshift.finetune.parallel.build import build_engine
     from flatshift.finetune.parallel.mesh import ProcessMesh
-    from flatshift.finetune.run_directory import RunDirectory
     from flatshift.finetune.tasks import LanguageModel
-    from flatshift.finetune.train.stage import TrainingStage
     from flatshift.finetune.train.trainer import Trainer
-    from flatshift.regularizers import build
 
     class Order(Collectives):
         """The collectives one after another."""
@@ -112,24 +110,12 @@ def rehearse_mesh(mesh: dict[str, Any], backbone: Path, *, regularizer: str = "p
                 marks.append((len(sent.order), len(seen.waits)))
                 return False
 
-            Trainer(
-                engine,
-                _Pad(),  # type: ignore[arg-type]
-                TrainingStage(
-                    name="rehearsal",
-                    task=task,
-                    batches=batches,
-                    dev=[],
-                    optimizer=Optimizer(lr=1e-3),
-                    train=train,
-                    evaluate=Evaluate(),
-                    regularizer=build(REGULARIZERS[regularizer]),
-                    run=RunDirectory.create(Path(folder) / "run"),
-                    seed=0,
-                    on_step=lambda line: found.lines.append(line["step"]),
-                    stop=passed,
-                ),
-            ).fit()
+            made = stage(
+                task, batches, train, Path(folder) / "run", optimizer=Optimizer(lr=1e-3),
+                regularizer=REGULARIZERS[regularizer], on_step=lambda line: found.lines.append(line["step"]),
+                stop=passed,
+            )  # fmt: skip
+            Trainer(engine, Padder(), made).fit()  # type: ignore[arg-type]
         for (first, early), (last, late) in itertools.pairwise(marks[1:]):
             found.updates.append(sent.order[first:last])
             found.waits.append([str(wait) for wait in seen.waits[early:late]])
