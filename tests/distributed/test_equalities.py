@@ -65,12 +65,14 @@ RESUMED = Layout(
 )
 
 
-def compare_families(folder: Path, models: tuple[str, ...], *layouts: Layout, regularizer: str = "plain") -> None:
+def compare_families(
+    folder: Path, models: tuple[str, ...], *layouts: Layout, regularizer: str = "plain", ranks: int = 2
+) -> None:
     """Demand the bar of `benchmarks/mesh_families.py`; a cell without a figure is one that the family refuses."""
     subjects = tuple(Subject(model, regularizer) for model in models)
     falls = write_references(folder, subjects, layouts)
     assert all(last < first for first, last in falls.values()), falls
-    found = run_ranks("benchmarks.sharding_equalities:cells", 2, str(folder), 2, layouts, subjects)[0]
+    found = run_ranks("benchmarks.sharding_equalities:cells", ranks, str(folder), ranks, layouts, subjects)[0]
     assert len(found) == len(layouts) * len(models)
     for each in found:
         print(each)
@@ -95,3 +97,13 @@ def test_more_families_by_transformers_own_plans(tmp_path: Path, variant: str) -
 def test_noise_where_widths_do_not_divide(tmp_path: Path) -> None:
     models = ("gemma3_text, one key", "phi3, one key", "llama, odd width")
     compare_families(tmp_path, models, *mesh_families.LAYOUTS[:2], regularizer="ggpo")
+
+
+@pytest.mark.slow
+def test_four_ranks_where_widths_do_not_divide(tmp_path: Path) -> None:
+    models = ("gemma3_text, one key", "llama, odd width", "phi3, dropout")
+    both = Mesh(dp=2, tp=2)
+    meshes = (both, Mesh(pp=2, tp=2), Mesh(cp=2, tp=2, sequence_parallel=True))
+    layouts = [Layout(str(number), mesh, models=models) for number, mesh in enumerate(meshes)]
+    resumed = Layout("tp 4, then dp 2 × tp 2", Mesh(tp=4), (both,), stop=STEPS // 2, models=models)
+    compare_families(tmp_path, models, *layouts, resumed, ranks=4)
