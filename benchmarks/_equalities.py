@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,7 +65,30 @@ _ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", {**_GPT2, **_GPT2_DRY, **_IDS}),
     "t5": ("T5ForConditionalGeneration", "T5Config", {**_T5, **_SMOOTH, **_IDS, "decoder_start_token_id": 0}),
     "bert": ("BertModel", "BertConfig", {**_SIZES, **_IDS, **_DRY, "initializer_range": 0.06}),
+    "roberta": ("RobertaModel", "RobertaConfig", {**_SIZES, **_IDS, **_DRY, "initializer_range": 0.06}),
 }  # fmt: skip
+_ENCODERS = ("bert", "roberta")
+_ROUTED = ("gpt_oss", "minimax", "mixtral", "qwen2_moe", "qwen3_moe")
+"""Mixtures of experts, of which a mesh adapts the attention."""
+_FAMILY = {
+    **{**_SIZES, **_IDS, **_SPREAD, **_GROUPED, "num_hidden_layers": 4, "vocab_size": VOCABULARY + 1},
+    **{"sliding_window": 16, "rotary_dim": 4, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+}
+"""Of a causal language model that has no entry above; what its configuration does not know has no effect. No even
+number of ranks divides its vocabulary."""
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "": {},
+    "dropout": {
+        **dict.fromkeys(("attention_dropout", "residual_dropout", "embedding_dropout", "hidden_dropout"), 0.1),
+        **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop", "embed_pdrop", "dropout_rate"), 0.1),
+        **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.1),
+    },
+    "one key": {"num_key_value_heads": 1},
+    "three keys": {"num_attention_heads": 12, "num_key_value_heads": 3},
+    "odd width": {"intermediate_size": 97, "n_inner": 97},
+}
+"""A model's name may end with one of these, as in `granite, dropout`."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +103,9 @@ class Subject:
 
     def task(self, *, packed: bool) -> Task:
         """Language models may be packed."""
-        if self.model == "bert":
+        if self.model.startswith(_ENCODERS):
             return Classify(labels=LABELS)
-        return Seq2Seq() if self.model == "t5" else LanguageModel(pack=packed)
+        return Seq2Seq() if self.model.startswith("t5") else LanguageModel(pack=packed)
 
 
 @dataclass(frozen=True)
@@ -155,11 +178,17 @@ class Course:
 
 def write_backbone(model: str, directory: Path) -> None:
     """A random backbone whose weights are a pure function of its name, with matrices large enough to matter."""
-    model_class, config_class, settings = _ARCHITECTURES[model]
-    config = getattr(transformers, config_class)(**settings)
+    kind, _, variant = model.partition(", ")
+    if kind in _ARCHITECTURES:
+        model_class, config_class, settings = _ARCHITECTURES[kind]
+        make, configure = getattr(transformers, model_class), getattr(transformers, config_class)
+    else:
+        configure, settings = transformers.CONFIG_MAPPING[kind], _FAMILY
+        make = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[configure]
+    config = configure(**settings | _VARIANTS[variant])
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        backbone = getattr(transformers, model_class)(config)
+        backbone = make(config)
     with torch.no_grad():
         for name, parameter in backbone.named_parameters():
             if parameter.ndim < 2:  # biases and norms start at 0 and 1, where errors could hide
@@ -173,12 +202,12 @@ def examples(model: str) -> list[Example]:
     found = []
     for i in range(SAMPLES):
         length, step = LENGTHS[0] + 5 * i % (LENGTHS[1] - LENGTHS[0]), 1 + i % 3
-        first = 3 + 11 * (i % 3) if model == "bert" else 3
+        first = 3 + 11 * (i % 3) if model.startswith(_ENCODERS) else 3
         ids = [first + (7 * i + step * k) % 11 for k in range(length + 9)]
         read, written = ids[:length], [*ids[length:], 1]
-        if model == "bert":
+        if model.startswith(_ENCODERS):
             found.append(Example([2, *read[:-2], 1], i % 3, str(i), str(i)))
-        elif model == "t5":
+        elif model.startswith("t5"):
             found.append(Example([*read[:-1], 1], written, str(i), str(i), decoder_ids=[0, *written[:-1]]))
         else:
             found.append(Example(read, [-100, *read[1:]], str(i), str(i)))
@@ -218,11 +247,12 @@ def write_start(model: str, backbone: Path, directory: Path) -> None:
 
 def _engine(subject: Subject, layout: Layout, mesh: Mesh, world: ProcessMesh, backbone: Path) -> Engine:
     task, train = subject.task(packed=layout.packed), layout.train()
-    check_settings(RuleSettings(mesh, train, ADAPTER, task))
+    adapter = replace(ADAPTER, targets=("q_proj", "v_proj", "o_proj")) if subject.model.startswith(_ROUTED) else ADAPTER
+    check_settings(RuleSettings(mesh, train, adapter, task))
     engine = build_engine(
         str(backbone),
         task=task,
-        adapter=ADAPTER,
+        adapter=adapter,
         train=train,
         mesh=mesh,
         world=world,

@@ -197,6 +197,7 @@ def in_child(
     """
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         limits = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
         code = (
             f"from benchmarks._harness import _child; _child({function!r}, {json.dumps(arguments)!r}, {str(answer)!r})"
@@ -205,7 +206,7 @@ def in_child(
             done = subprocess.run(
                 [sys.executable, "-c", code],
                 cwd=ROOT,
-                env={**os.environ, **limits, **(environment or {}), "PYTHONPATH": str(ROOT)},
+                env={**os.environ, **limits, **(environment or {}), "PYTHONPATH": os.pathsep.join(paths)},
                 stderr=subprocess.PIPE,
                 timeout=wall_cap_s,
             )

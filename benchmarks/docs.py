@@ -78,6 +78,7 @@ TOPICS = {
         "Meshes",
         {
             "sharding_equalities": "One process and every mesh: losses and gradients.",
+            "mesh_families": "Families of models on each axis, with dropout, and one process: losses.",
             "sharding_memory": "Memory of loading and training on a mesh.",
             "sharding_speed": "Cost of a training step on a mesh.",
             "sharding_traffic": "Bytes that a training step sends over a mesh, compared with formulas.",

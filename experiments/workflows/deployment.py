@@ -37,6 +37,7 @@ from flatshift.finetune.data.encoding import get_end_token, tokenize_plain
 from flatshift.finetune.errors import UserError, shorten
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.models.backbone import open_backbone
+from flatshift.finetune.models.gguf_tokenizer import sentencepiece_model
 from flatshift.finetune.run_directory import check_replaceable, output_directory
 
 Program = Literal["gguf", "ollama", "vllm"]
@@ -169,16 +170,23 @@ def _run_converter(
 
 
 def _keep_sentencepiece(recipe: Recipe, merged: Path) -> None:
-    """Put the backbone's SentencePiece file into `merged`, as transformers saves none and the converter reads it, with
-    the tokens that were added to it as older versions of transformers name them."""
+    """Put the backbone's SentencePiece file into `merged`, or one of its tokenizer, as transformers saves none and the
+    converter writes other tokens without it, with the tokens that were added as older versions of transformers name
+    them."""
     backbone = open_backbone(recipe.backbone)
     names = ("tokenizer.model", "spiece.model")
     files = [file for name in names if (file := backbone.directory / name).is_file()]
-    if not files:
-        return
     for file in files:
         shutil.copyfile(file, merged / file.name)
     tokenizer = backbone.tokenizer
+    if not files:
+        try:
+            model = sentencepiece_model(tokenizer)
+        except (ValueError, ImportError) as error:
+            raise UserError(f"{error}; put the checkpoint's own tokenizer.model into the backbone's folder") from error
+        if model is None:
+            return
+        (merged / "tokenizer.model").write_bytes(model)
     added = tokenizer.added_tokens_decoder
     own = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token, tokenizer.pad_token}
     write_json(merged / "added_tokens.json", {str(t): index for index, t in added.items() if str(t) not in own})

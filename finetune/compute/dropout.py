@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -43,6 +43,8 @@ class KeyedDropout:
     """First global feature of a dropout module's input, if tensor parallelism splits features."""
     tensor: tuple[int, int] = (0, 1)
     """(i, n): this rank has the i-th of n equal groups of an attention's heads."""
+    gathered: Collection[str] = ()
+    """Attention modules of which this rank has all heads nevertheless."""
     splits_tokens: bool = False
     """True if these ranks also split the tokens between the regions (sequence parallelism)."""
     positions: Callable[[int], Tensor] | None = None
@@ -131,6 +133,8 @@ class DropoutPass(TorchFunctionMode):
         name = self._caller()
         call = self._calls.get((name, self._query), 0)
         self._calls[name, self._query] = call + 1
+        # a later draw of the module over all its tokens has the same number on ranks without the first query
+        self._calls[name, 0] = max(self._calls.get((name, 0), 0), call + 1)
         *leading, (start, size) = self._coordinates(name, shape, device)
         lowest, highest = start // LANES, -(-(start + size) // LANES)
         words: Tensor | int = to_int64(layer_uid(f"dropout {call} {name}")) ^ self._step
@@ -156,7 +160,7 @@ class DropoutPass(TorchFunctionMode):
         first_row = self._first if sizes[0] == self._rows else 0
         rows = torch.arange(first_row, first_row + sizes[0], device=device)
         if len(sizes) == 4:
-            i, _ = self._keyed.tensor
+            i = 0 if name in self._keyed.gathered else self._keyed.tensor[0]
             heads = torch.arange(i * sizes[1], (i + 1) * sizes[1], device=device)
             queries = torch.arange(self._query, self._query + sizes[2], device=device)
             return [rows, heads, queries, (0, sizes[3])]

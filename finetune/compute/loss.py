@@ -320,15 +320,14 @@ def find_head(model: nn.Module, probe: dict[str, Any], *, task: LossTask) -> Hea
     results = _logits_with_head(model, probe, head, lambda hidden: numbers)
     if results.shape != numbers.shape:
         return None
-    head = _fit_scale_and_cap(linear, numbers.flatten(), results.flatten().double())
-    exact = head is not None and head.scale == 1 and head.cap is None
-    if head is None or (head.cap is not None and task.smoothing):  # smoothed, every logit has a slope of its own
+    fitted = _fit_scale_and_cap(linear, numbers.flatten(), results.flatten().double())
+    if fitted is None or (fitted.cap is not None and task.smoothing):  # smoothed, every logit has a slope of its own
         return None
-    if exact:
-        return head if torch.equal(out, logits) else None
+    if fitted.scale == 1 and fitted.cap is None:
+        return fitted if torch.equal(out, logits) else None
     rounding = 8 * torch.finfo(logits.dtype).eps
-    own_logits = soft_cap(out.float() * head.scale, head.cap)
-    return head if torch.allclose(own_logits, logits.float(), rtol=rounding, atol=rounding) else None
+    own_logits = soft_cap(out.float() * fitted.scale, fitted.cap)
+    return fitted if torch.allclose(own_logits, logits.float(), rtol=rounding, atol=rounding) else None
 
 
 def _fit_scale_and_cap(linear: nn.Linear, numbers: Tensor, results: Tensor) -> Head | None:

@@ -44,9 +44,10 @@ def without_input_casts(model: nn.Module, train: Train) -> Iterator[None]:
 
 def uses_dropout(model: nn.Module) -> bool:
     """Return True if a training forward pass draws random numbers: a dropout layer, or attention dropout in the
-    config."""
+    config, which each stage of a pipeline has."""
     layers = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules())
-    return layers or any(rate > 0 for _, _, rate in dropout_rates(getattr(model, "config", None)))
+    config = next((m.config for m in model.modules() if hasattr(m, "config")), None)
+    return layers or any(rate > 0 for _, _, rate in dropout_rates(config))
 
 
 def find_generator_dropout(model: nn.Module) -> tuple[str, nn.Module] | None:

@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import UserError
-from .families import BOUNDED, FAMILIES, BlockStack, pipeline_families, usable_positions
+from .families import BOUNDED, BlockStack, block_stacks, usable_positions
 
 
 def unwrap_peft(model: nn.Module) -> Any:
@@ -59,9 +58,13 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def vocabulary_size(model: Any) -> int:
-    """Return V: the width of the input embedding, if this process has one, else from the config."""
-    embeddings = getattr(model, "get_input_embeddings", None)
-    return int(embeddings().weight.shape[0] if embeddings else model.config.get_text_config().vocab_size)
+    """Return V, the same on every rank: the width of the input embedding, if this process has one, else from the
+    config."""
+    get = getattr(model, "get_input_embeddings", None)
+    if get is None:
+        return int(model.config.get_text_config().vocab_size)
+    held = getattr(get(), "vocabulary", None)  # flatshift.finetune.parallel.tensor.vocabulary
+    return int(get().weight.shape[0] if held is None else held.size)
 
 
 def _model_config(model: nn.Module) -> Any:
@@ -131,11 +134,7 @@ class ModelParts:
     def of(cls, model: nn.Module) -> ModelParts:
         """Find the parts of a model, with or without a PEFT wrapper. Raises UserError: its family is not supported."""
         causal = unwrap_peft(model)
-        kind = causal.config.model_type
-        if kind not in pipeline_families():
-            known = ", ".join(pipeline_families())
-            raise UserError(f"mesh.pp: {kind} models cannot be cut into pipeline stages ({known} can); use mesh.dp")
-        return cls(causal, getattr(causal, causal.base_model_prefix, causal), FAMILIES[kind].stacks)
+        return cls(causal, getattr(causal, causal.base_model_prefix, causal), block_stacks(causal.config.model_type))
 
     @property
     def blocks(self) -> list[nn.Module]:

@@ -1,15 +1,21 @@
-"""Model families: one table by transformers' model type, with the properties that each mesh axis depends on.
+"""Model families: how each architecture is divided along the axes of a mesh, by transformers' model type.
+
+A plan is read from the configuration class of the installed transformers (`base_model_tp_plan`, `base_model_pp_plan`);
+a table has those that transformers has no plan for, or divides otherwise.
 
 A block has *regions*: an entry module whose input is replicated, column layers that are split by output rows, and one
 row layer that is split by input columns and whose output is summed over the ranks. Everything else is replicated.
-Nothing here imports torch.
+Nothing here imports torch before a family is looked up.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from ..errors import UserError
 
 
 @dataclass(frozen=True)
@@ -25,13 +31,14 @@ class TensorParallelRegion:
     counts: tuple[str, ...] = ()
     """Attributes of the entry module that count heads or channels and become per-rank counts."""
     bias: str | None = None  # an embedding of the entry module with one column per head (T5's relative position bias)
+    gathered: bool = False
+    """True if what lies between column and row layers is whole on every rank (norms over all heads, packed rows)."""
 
 
 @dataclass(frozen=True)
 class TensorPlan:
     """Tensor-parallel plan of a family. Names are suffixes of module names in the backbone; `*` is a number."""
 
-    description: str
     blocks: str
     regions: tuple[TensorParallelRegion, ...]
     embeddings: tuple[str, ...] = ()  # embeddings over the vocabulary; a linear output head over it is split as well
@@ -54,23 +61,18 @@ class BlockStack:
 
 @dataclass(frozen=True)
 class Family:
-    """Properties of one architecture that cannot be derived from the model itself."""
+    """Division of one architecture along the axes of a mesh."""
 
-    tensor: TensorPlan  # split of its layers along `mesh.tp`
+    tensor: TensorPlan | None  # split of its layers along `mesh.tp`; None if they cannot be split
     stacks: tuple[BlockStack, ...] = ()
     """Blocks that `mesh.pp` splits, the encoder's before the decoder's; empty if it cannot be split."""
     context: bool = False
     """True if `mesh.cp` may split its tokens: they interact only in causal self-attention, through transformers'
     attention interface."""
+    refusal: str = ""
+    """The reason why `tensor` is None."""
 
 
-_GATED = TensorParallelRegion("mlp", ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj")
-_LLAMA = (
-    TensorParallelRegion(
-        "self_attn", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.o_proj", heads=True
-    ),
-    _GATED,
-)
 _SELF = tuple(f"attention.self.{name}" for name in ("query", "key", "value"))
 _BERT = (
     TensorParallelRegion(
@@ -94,11 +96,6 @@ _GPT2 = (
     ),
     TensorParallelRegion("mlp", ("mlp.c_fc",), "mlp.c_proj"),
 )
-_NEOX = (
-    # the rows of query_key_value are ordered by head, so an even split keeps heads whole
-    TensorParallelRegion("attention", ("attention.query_key_value",), "attention.dense", heads=True),
-    TensorParallelRegion("mlp", ("mlp.dense_h_to_4h",), "mlp.dense_4h_to_h"),
-)
 
 
 def _t5_attention(entry: str) -> TensorParallelRegion:
@@ -119,61 +116,113 @@ _T5 = (
 )
 
 
-def _decoder_family(description: str, *, context: bool = True) -> Family:
-    plan = TensorPlan(description, "layers.*", _LLAMA, ("embed_tokens",), "norm")
-    return Family(plan, (BlockStack("layers", ("embed_tokens",), ("norm",)),), context)
-
-
-def _encoder_family(description: str) -> Family:
-    plan = TensorPlan(description, "encoder.layer.*", _BERT, ("word_embeddings",))
-    return Family(plan, (BlockStack("encoder.layer", ("embeddings",), ("pooler",)),))
-
-
+_ENCODER = Family(
+    TensorPlan("encoder.layer.*", _BERT, ("word_embeddings",)),
+    (BlockStack("encoder.layer", ("embeddings",), ("pooler",)),),
+)
 FAMILIES = {
-    "llama": _decoder_family("Llama 1 to 3: grouped heads, gated feed-forward, vocabulary; sequence parallel"),
-    "qwen2": _decoder_family("Qwen2 and 2.5: as Llama with biases; sequence parallel"),
-    "qwen3": _decoder_family("Qwen3: as Llama with norms on queries and keys; sequence parallel"),
-    "mistral": _decoder_family("Mistral: as Llama with sliding windows; sequence parallel"),
-    "gemma": _decoder_family("Gemma 1: as Llama with scaled embeddings; sequence parallel"),
-    "gemma2": _decoder_family("Gemma 2: norms before and after each region; sequence parallel", context=False),
-    "gemma3_text": _decoder_family("Gemma 3 (text): norms before and after each region; sequence parallel"),
     "gpt2": Family(
-        TensorPlan("GPT-2: fused query, key and value, vocabulary", "h.*", _GPT2, ("wte",)),
+        TensorPlan("h.*", _GPT2, ("wte",)),
         (BlockStack("h", ("wte", "wpe"), ("ln_f",)),),
         context=True,
     ),
-    "gpt_neox": Family(
-        TensorPlan("GPT-NeoX and Pythia: query, key and value fused by head", "layers.*", _NEOX, ("embed_in",)),
-        (BlockStack("layers", ("embed_in",), ("final_layer_norm",)),),
-        context=True,
-    ),
     "t5": Family(
-        TensorPlan("T5: encoder, decoder and cross attention", "block.*", _T5, ("shared", "embed_tokens")),
+        TensorPlan("block.*", _T5, ("shared", "embed_tokens")),
         (
             BlockStack("encoder.block", ("encoder.embed_tokens",), ("encoder.final_layer_norm",)),
             BlockStack("decoder.block", ("decoder.embed_tokens",), ("decoder.final_layer_norm",)),
         ),
     ),
-    "bert": _encoder_family("BERT: encoder blocks and vocabulary; pooler and task head whole"),
-    "roberta": _encoder_family("RoBERTa: encoder blocks and vocabulary; task head whole"),
-    "vit": Family(TensorPlan("ViT: encoder blocks; patch embedding and task head whole", "layers.*", _VIT)),
+    "bert": _ENCODER,
+    "roberta": _ENCODER,
+    "vit": Family(TensorPlan("layers.*", _VIT)),
 }
-"""Model type of transformers → family. To add a family, add one entry here."""
+"""Model type of transformers → family, where its own plan is missing or another one. To add a family that has none, add
+one entry here."""
 
 
-def tensor_plans() -> dict[str, str]:
-    """Return the model types that tensor parallelism can split, with a sentence about each."""
-    return {kind: family.tensor.description for kind, family in FAMILIES.items()}
+TRIED = frozenset(
+    [
+        *("apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone", "exaone4", "gemma", "gemma2"),
+        *("gemma3_text", "glm", "glm4", "gpt_neox", "gpt_oss", "gptj", "granite", "granite_swa", "helium"),
+        *("hyperclovax", "internlm3", "iquestcoder", "jais2", "llama", "minimax", "ministral", "ministral3", "mistral"),
+        *("mixtral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3"),
+        *("qwen3_5_text", "qwen3_moe", "seed_oss", "smollm3", "starcoder2", "vaultgemma"),
+    ]
+)
+"""Model types whose plans in transformers gave the losses of one process (`benchmarks/mesh_families.py`)."""
 
 
-def pipeline_families() -> tuple[str, ...]:
-    """Return the model types that can be split into pipeline stages."""
-    return tuple(kind for kind, family in FAMILIES.items() if family.stacks)
+@functools.cache
+def find_family(kind: str) -> Family:
+    """Return the family of a model type; without a tensor plan and stacks if nothing is known of it."""
+    if kind in FAMILIES:
+        return FAMILIES[kind]
+    if kind not in TRIED:
+        return Family(None, refusal="nobody has compared its plan with one process yet")
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config: Any = CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else None  # noqa: SIM401 - its `get` loads nothing
+    stages = getattr(config, "base_model_pp_plan", None)
+    llama: Any = CONFIG_MAPPING["llama"]  # whose names others have that have no pipeline plan
+    stack = _read_stack(stages or llama.base_model_pp_plan)
+    regions, refusal = _read_regions(getattr(config, "base_model_tp_plan", None) or {}, stack.blocks)
+    if not regions:
+        return Family(None, (stack,) if stages else (), refusal=refusal)
+    norm = stack.last[-1] if stages else None
+    plan = TensorPlan(f"{stack.blocks}.*", regions, stack.first[:1], norm)
+    return Family(plan, (stack,), context=config in MODEL_FOR_CAUSAL_LM_MAPPING)
 
 
-def context_families() -> tuple[str, ...]:
-    """Return the model types whose tokens can be split."""
-    return tuple(kind for kind, family in FAMILIES.items() if family.context)
+def _read_stack(plan: Mapping[str, tuple[list[str], list[str]]]) -> BlockStack:
+    """Return the blocks of a pipeline plan of transformers: module → (names of inputs, names of outputs), in order."""
+    names = list(plan)
+    at = next(index for index, name in enumerate(names) if "attention_mask" in plan[name][0])
+    return BlockStack(names[at], tuple(names[:at]), tuple(names[at + 1 :]))
+
+
+def _read_regions(plan: Mapping[str, str], blocks: str) -> tuple[tuple[TensorParallelRegion, ...], str]:
+    """Return the regions of a tensor plan of transformers (layer → style), or none and the reason."""
+    entries: dict[str, dict[str, str]] = {}
+    for name, style in plan.items():
+        stack, _, layer = name.partition(".*.")
+        if style == "replicated_with_grad_allreduce" or not layer:  # norms of a region's entry; the vocabulary
+            continue
+        entry = layer.rpartition(".")[0]
+        if stack != blocks or not entry or style not in (*_SPLIT, *_GATHERED):
+            return (), f"transformers splits its {layer} as {style}"
+        entries.setdefault(entry, {})[layer] = style
+    regions = []
+    for entry, styles in entries.items():
+        column, row = _GATHERED if set(styles.values()) <= {*_GATHERED} else _SPLIT
+        columns = tuple(layer for layer, style in styles.items() if style == column)
+        rows = [layer for layer, style in styles.items() if style == row]
+        if len(rows) != 1 or len(columns) + 1 != len(styles):
+            return (), f"transformers splits its {entry} as {', '.join(dict.fromkeys(styles.values()))}"
+        heads = "att" in entry
+        regions.append(TensorParallelRegion(entry, columns, rows[0], heads=heads, gathered=column in _GATHERED))
+    return tuple(regions), "" if regions else "transformers has no plan for its blocks"
+
+
+_SPLIT = ("colwise", "rowwise")
+_GATHERED = ("colwise_gather_output", "rowwise_split_input")
+
+
+def tensor_plan(kind: str) -> TensorPlan:
+    """Return the tensor-parallel plan of a model type. Raises UserError if it has none."""
+    family = find_family(kind)
+    if family.tensor is None:
+        raise UserError(f"mesh.tp: model type {kind!r} cannot be split: {family.refusal}; leave it at 1, use mesh.dp")
+    return family.tensor
+
+
+def block_stacks(kind: str) -> tuple[BlockStack, ...]:
+    """Return the blocks of a model type that pipeline stages take. Raises UserError if it cannot be cut."""
+    family = find_family(kind)
+    if not family.stacks:
+        why = family.refusal or "the table of families has no blocks of it"
+        raise UserError(f"mesh.pp: {kind} models cannot be cut into pipeline stages: {why}; use mesh.dp")
+    return family.stacks
 
 
 COUNTED_FROM_PAD = frozenset(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import math
 import os
 import re
 import shutil
@@ -27,17 +28,20 @@ from ..cache_directory import cache_root
 from ..compute.memory import available_memory
 from ..errors import UserError, first_error_line
 from ..lock import exclusive_lock, temporary_directory
-from .gguf_tensors import configuration, convert_tensors
+from .gguf_tensors import StoredTensor, configuration, convert_tensors, read_file
+from .gguf_tokenizer import build_tokenizer
 
 _log = logging.getLogger(__name__)
 ARCHITECTURES = ("gemma3", "gpt2", "llama", "phi3", "qwen2", "qwen3", "qwen3moe")
 """Architectures with a test that the converted model equals the one the file was made of."""
+_CONVERSION = 2
+"""To be raised when the same file gives another directory."""
 _SHARD = 1 << 30
 _WAIT_S = 3600
 _refusals: dict[Path, str] = {}
 """Files that this process could not convert: finding that out again takes minutes."""
-_LARGE = {f"tokenizer.ggml.{name}" for name in ("tokens", "scores", "token_type", "merges")}
-"""Fields that take seconds to decode and are read by transformers."""
+_MODEL_TYPES = {"gemma3": "gemma3_text", "qwen3moe": "qwen3_moe"}
+"""transformers' names of architectures that it names otherwise."""
 _WIDE = {"F32", "F16", "F64"}
 """Types whose matrices bf16 would round."""
 
@@ -56,7 +60,7 @@ def gguf_directory(name: str, file: Path, roots: Sequence[Path] = ()) -> Path:
     """
     files = _find_files(name, file, roots)
     state = [[str(path), stat.st_size, stat.st_mtime_ns] for path in files for stat in [path.stat()]]
-    target = cache_root() / f"gguf-{hashlib.sha256(repr(state).encode()).hexdigest()[:32]}"
+    target = cache_root() / f"gguf-{hashlib.sha256(repr((_CONVERSION, state)).encode()).hexdigest()[:32]}"
     if target in _refusals:
         raise UserError(_refusals[target])
     deadline = time.monotonic() + _WAIT_S
@@ -133,28 +137,27 @@ def _convert(name: str, files: Sequence[Path], target: Path) -> None:
                     with part.open("rb") as handle:
                         shutil.copyfileobj(handle, out, 1 << 22)
             files = [joined]
-        readers = [_open_reader(name, file) for file in files]
-        fields = {key: None if key in _LARGE else field.contents() for key, field in readers[0].fields.items()}
-        tensors = [tensor for reader in readers for tensor in reader.tensors]
-        _write_directory(name, files[0], fields, tensors, target)
+        contents = [_read_contents(name, file) for file in files]
+        tensors = [tensor for _, stored in contents for tensor in stored]
+        _write_directory(name, files[0], contents[0][0], tensors, target)
 
 
-def _open_reader(name: str, file: Path) -> Any:
-    from gguf import GGUFReader
-
+def _read_contents(name: str, file: Path) -> tuple[dict[str, Any], list[StoredTensor]]:
     with file.open("rb") as handle:
         magic = handle.read(4)
     if magic != b"GGUF":
         raise UserError(f"backbone {name!r}: {file.name} is no GGUF file (it begins with {magic!r}); fetch it again")
     try:
-        return GGUFReader(file)
+        return read_file(file)
     except Exception as error:  # it reads a damaged file's numbers as sizes, with any consequence
         raise UserError(
             f"backbone {name!r}: {file.name} is damaged or cut short ({first_error_line(error)}); fetch it again"
         ) from error
 
 
-def _write_directory(name: str, file: Path, fields: dict[str, Any], tensors: Sequence[Any], target: Path) -> None:
+def _write_directory(
+    name: str, file: Path, fields: dict[str, Any], tensors: Sequence[StoredTensor], target: Path
+) -> None:
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -169,13 +172,19 @@ def _write_directory(name: str, file: Path, fields: dict[str, Any], tensors: Seq
     types = {tensor.tensor_type.name for tensor in tensors if len(tensor.shape) > 1}
     dtype = torch.float32 if types & _WIDE else torch.bfloat16
     _check_space(where, tensors, dtype.itemsize, target)
+    try:
+        tokenizer = build_tokenizer(fields)
+    except Exception as error:  # `tokenizers` raises its own for a vocabulary that contradicts itself
+        raise UserError(
+            f"{where}: its tokenizer cannot be read ({first_error_line(error)}); take another conversion of the model"
+        ) from error
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        with _gguf_found(), torch.random.fork_rng(devices=[]):
-            config, tokenizer = _read_config(file, architecture, fields, tensors), _read_tokenizer(where, file)
-            _scale_positions(where, config, fields, {tensor.name: tensor for tensor in tensors})
+        with torch.random.fork_rng(devices=[]):
+            config = _read_config(architecture, fields, tensors)
+            _scale_positions(where, config, fields, tensors)
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
             try:
@@ -183,8 +192,6 @@ def _write_directory(name: str, file: Path, fields: dict[str, Any], tensors: Seq
             except ValueError as error:
                 raise UserError(f"{where}: {error}; take another conversion of the model") from error
             config.architectures, config.dtype = [type(model).__name__], str(dtype).removeprefix("torch.")
-            if (adds := fields.get("tokenizer.ggml.add_bos_token")) is not None:
-                tokenizer.add_bos_token = adds
             tokenizer.save_pretrained(temporary)
             ends = [fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")]
             ends = list(dict.fromkeys(end for end in ends if end is not None))
@@ -200,9 +207,9 @@ def _write_directory(name: str, file: Path, fields: dict[str, Any], tensors: Seq
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _check_space(where: str, tensors: Sequence[Any], width: int, target: Path) -> None:
+def _check_space(where: str, tensors: Sequence[StoredTensor], width: int, target: Path) -> None:
     """Raise UserError if the converted weights do not fit the disk, or a shard of them the memory."""
-    sizes = [width * int(tensor.n_elements) for tensor in tensors]
+    sizes = [width * math.prod(tensor.shape) for tensor in tensors]
     target.parent.mkdir(parents=True, exist_ok=True)
     disk, memory = shutil.disk_usage(target.parent).free, available_memory()
     needed = min(sum(sizes), _SHARD) + max(sizes, default=0)
@@ -218,35 +225,24 @@ def _check_space(where: str, tensors: Sequence[Any], width: int, target: Path) -
         )
 
 
-@contextlib.contextmanager
-def _gguf_found() -> Iterator[None]:
-    """Let transformers read GGUF by any package `gguf`: it looks for a distribution of that name, and llama.cpp's
-    converter brings the package in its own."""
-    from transformers import modeling_gguf_pytorch_utils as reader
-
-    check = reader.is_gguf_available
-    reader.is_gguf_available = lambda *args, **more: True
-    try:
-        yield
-    finally:
-        reader.is_gguf_available = check
-
-
-def _read_config(file: Path, architecture: str, fields: dict[str, Any], tensors: Sequence[Any]) -> Any:
-    """Return transformers' configuration of the file, with what transformers' reader leaves out."""
-    from transformers import AutoConfig
-
-    own = AutoConfig.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False).to_dict()
+def _read_config(architecture: str, fields: dict[str, Any], tensors: Sequence[StoredTensor]) -> Any:
+    """Return transformers' configuration of the file."""
+    names = {
+        "num_hidden_layers": f"{architecture}.block_count",  # the kinds of layers are counted by it
+        "head_dim": f"{architecture}.attention.key_length",  # some configurations have it only if it is given
+        "bos_token_id": "tokenizer.ggml.bos_token_id",
+        "eos_token_id": "tokenizer.ggml.eos_token_id",
+        "pad_token_id": "tokenizer.ggml.padding_token_id",
+    }
+    own = {name: fields.get(key) for name, key in names.items() if key in fields or key.endswith("_token_id")}
+    own["model_type"] = _MODEL_TYPES.get(architecture, architecture)
+    own["vocab_size"] = next(tensor.shape[0] for tensor in tensors if tensor.name == "token_embd.weight")
     short = {key.removeprefix(f"{architecture}."): value for key, value in fields.items()}
-    config, _ = configuration(own, short, {tensor.name for tensor in tensors})
-    embedding = next((tensor for tensor in tensors if tensor.name == "token_embd.weight"), None)
-    if embedding is not None:
-        config.vocab_size = int(embedding.shape[1])
-    return config
+    return configuration(own, short, {tensor.name for tensor in tensors})[0]
 
 
-def _scale_positions(where: str, config: Any, fields: dict[str, Any], tensors: dict[str, Any]) -> None:
-    """Set the scaling of rotary positions, which transformers' reader of GGUF ignores.
+def _scale_positions(where: str, config: Any, fields: dict[str, Any], tensors: Sequence[StoredTensor]) -> None:
+    """Set the scaling of rotary positions.
 
     Llama 3.1's is stored as a factor for each frequency (`rope_freqs.weight`): 1 for high ones, the largest factor for
     low ones. It is set with its published bounds if these give the stored factors.
@@ -254,36 +250,41 @@ def _scale_positions(where: str, config: Any, fields: dict[str, Any], tensors: d
     import numpy as np
 
     prefix = fields["general.architecture"]
-    kind, factor = (fields.get(f"{prefix}.rope.scaling.{key}") for key in ("type", "factor"))
+    scaling = {key.removeprefix(f"{prefix}.rope.scaling."): value for key, value in fields.items()}
+    factors = {tensor.name: tensor.data.view(np.float32) for tensor in tensors if tensor.name.startswith("rope_f")}
+    kind, factor = scaling.get("type"), float(scaling.get("factor", 1.0))
+    context = scaling.get("original_context_length", config.max_position_embeddings)
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
-    if "rope_freqs.weight" in tensors:
-        stored = np.asarray(tensors["rope_freqs.weight"].data, np.float64)
-        scaling = {"factor": float(stored.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-        rope |= {"rope_type": "llama3", "original_max_position_embeddings": 8192, **scaling}
+    if "rope_freqs.weight" in factors:
+        stored = factors["rope_freqs.weight"].astype(np.float64)
+        bounds = {"factor": float(stored.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        rope |= {"rope_type": "llama3", "original_max_position_embeddings": 8192, **bounds}
         frequencies = rope["rope_theta"] ** (-np.arange(len(stored)) / len(stored))
         turns = 8192 * frequencies / (2 * np.pi)
         smooth = np.clip((turns - 1.0) / 3.0, 0.0, 1.0)
-        if np.allclose(1 / stored, (1 - smooth) / scaling["factor"] + smooth, rtol=1e-3):
+        if np.allclose(1 / stored, (1 - smooth) / bounds["factor"] + smooth, rtol=1e-3):
             return
-    elif kind in (None, "none") and not any(name.startswith("rope_factors_") for name in tensors):
+    elif factors.keys() == {"rope_factors_long.weight", "rope_factors_short.weight"}:
+        rope |= {f"{name}_factor": factors[f"rope_factors_{name}.weight"].tolist() for name in ("long", "short")}
+        rope |= {"rope_type": "longrope", "original_max_position_embeddings": context}
+        rope["attention_factor"] = scaling.get("attn_factor", 1.0)
+        config.original_max_position_embeddings = context
+        return
+    elif kind == "yarn" and scaling.get("yarn_ext_factor", 1.0) == 1.0 and "yarn_log_multiplier" not in scaling:
+        rope |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": context}
+        names = {"attention_factor": "yarn_attn_factor", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
+        rope |= {name: scaling[key] for name, key in names.items() if key in scaling}
+        return
+    elif kind in (None, "none") and not factors:
         return
     elif kind == "linear":
-        rope |= {"rope_type": "linear", "factor": float(factor or 1.0)}
+        rope |= {"rope_type": "linear", "factor": factor}
         return
     raise UserError(
-        f"{where}: its scaled positions ({kind or 'longrope'}) are not converted; take the model's own directory of "
+        f"{where}: its scaled positions ({kind or 'by factors'}) are not converted; take the model's own directory of "
         "safetensors"
     )
-
-
-def _read_tokenizer(where: str, file: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
-    except Exception as error:  # the tokenizer of each architecture is converted by code of its own
-        raise UserError(f"{where}: its tokenizer cannot be read: {first_error_line(error)}") from error
 
 
 def _write_weights(weights: Iterator[tuple[str, Any]], folder: Path, dtype: Any) -> None:

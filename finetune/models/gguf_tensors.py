@@ -1,19 +1,21 @@
 """Tensors and configuration of a GGUF file in the form of transformers; imports nothing of this project, so that
 `flatshift.experiments.workflows.plain_check` can run it where this project is not installed.
 
-Tensors are read by the package `gguf`, and what llama.cpp's converter does to them is undone. Everything that llama.cpp
-reads from the file replaces the configuration's value, and what the file lacks, llama.cpp lacks too. transformers' own
-reader of these files ignores much of that (`attention.key_length` of Qwen 3, the experts of Mixtral, every scaling of
-rotary positions), so `load` uses it for other architectures only.
+Tensors are dequantised by the package `gguf`, and what llama.cpp's converter does to them is undone. Everything that
+llama.cpp reads from the file replaces the configuration's value, and what the file lacks, llama.cpp lacks too.
+transformers' own reader of these files ignores much of that (`attention.key_length` of Qwen 3, the experts of Mixtral,
+every scaling of rotary positions), so `load` uses it for other architectures only.
 """
 
 from __future__ import annotations
 
 import math
+import mmap
 import re
+import struct
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ARCHITECTURES = ("gemma3", "gpt2", "gptneox", "llama", "phi3", "qwen2", "qwen3", "qwen3moe", "t5")
 """Architectures whose conversion is undone here."""
@@ -44,22 +46,91 @@ _FACTORS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short
 """Tensors that llama.cpp scales positions by; transformers has them in its configuration."""
 
 
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Forms of `struct` by a file's kinds of values; 8 is a text, 9 a list."""
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a file: its `shape`, outermost first, and its rows of bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    tensor_type: Any
+    data: Any
+
+
+class _Values:
+    """Values of a file from its beginning, one after another."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data, self.position = data, 0
+
+    def read(self, form: str) -> tuple[Any, ...]:
+        values = struct.unpack_from(f"<{form}", self.data, self.position)
+        self.position += struct.calcsize(f"<{form}")
+        return values
+
+    def read_value(self, kind: int) -> Any:
+        if kind in _NUMBERS:
+            return self.read(_NUMBERS[kind])[0]
+        if kind == 8:
+            (length,) = self.read("Q")
+            return self.read(f"{length}s")[0].decode("utf-8")
+        if kind != 9:
+            raise ValueError(f"a value of the unknown kind {kind}")
+        inner, count = self.read("IQ")
+        if inner in _NUMBERS:
+            return list(self.read(f"{count}{_NUMBERS[inner]}"))
+        return [self.read_value(inner) for _ in range(count)]
+
+
+def read_file(file: Path) -> tuple[dict[str, Any], list[StoredTensor]]:
+    """Return the fields and the tensors of a GGUF file, which stays mapped.
+
+    `gguf.GGUFReader` makes an array of numpy of every text: ten seconds for a vocabulary of 262,144, and more for
+    merges. Raises ValueError or `struct.error` for a file that is damaged or not of version 2 or 3.
+    """
+    import numpy as np
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    with file.open("rb") as handle:
+        values = _Values(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ))
+    magic, version, tensors, fields = values.read("4sIQQ")
+    if magic != b"GGUF" or version not in (2, 3):
+        raise ValueError(f"version {version} of the format")
+    found = {values.read_value(8): values.read_value(*values.read("I")) for _ in range(fields)}
+    table = []
+    for _ in range(tensors):
+        name, (rank,) = values.read_value(8), values.read("I")
+        table.append((name, values.read(f"{rank}Q")[::-1], *values.read("IQ")))
+    alignment = found.get("general.alignment", 32)
+    begin, whole, stored = -(-values.position // alignment) * alignment, np.frombuffer(values.data, np.uint8), []
+    for name, shape, number, offset in table:
+        kind = GGMLQuantizationType(number)
+        block, width = GGML_QUANT_SIZES[kind]
+        rows = (*shape[:-1], shape[-1] // block * width)
+        end = begin + offset + math.prod(rows)
+        if end > len(whole):
+            raise ValueError(f"it ends before {name} does")
+        stored.append(StoredTensor(name, shape, kind, whole[begin + offset : end].reshape(rows)))
+    return found, stored
+
+
 def load(asked: Mapping[str, Any], kind: Any) -> tuple[Any, list[str]]:
     """The file's model in float32, by transformers' class `kind`, and the settings that llama.cpp has otherwise.
 
     Raises ValueError, or what transformers raises, for a file that is not read.
     """
     import torch
-    from gguf import GGUFReader
 
-    told, file = asked["gguf"], Path(asked["folder"]) / asked["gguf"]["file"]
-    reader = GGUFReader(file)
-    fields = {name.removeprefix(f"{told['architecture']}."): field.contents() for name, field in reader.fields.items()}
-    config, other = configuration(told["config"], fields, {tensor.name for tensor in reader.tensors})
+    told = asked["gguf"]
+    fields, tensors = read_file(Path(asked["folder"]) / told["file"])
+    fields = {name.removeprefix(f"{told['architecture']}."): value for name, value in fields.items()}
+    config, other = configuration(told["config"], fields, {tensor.name for tensor in tensors})
     if told["architecture"] not in ARCHITECTURES:
         return _by_transformers(told, asked["folder"], kind, config), other
     model = kind.from_config(config, dtype=torch.float32)
-    fill(model, reader.tensors, told["architecture"])
+    fill(model, tensors, told["architecture"])
     return model, other
 
 
@@ -95,6 +166,9 @@ def configuration(own: Mapping[str, Any], fields: Mapping[str, Any], tensors: se
     config.tie_word_embeddings = "output.weight" not in tensors
     if hasattr(config, "norm_topk_prob"):
         config.norm_topk_prob = True  # in llama.cpp's graph of the architecture, not in its files
+    if config.model_type == "gemma3_text":
+        width = read["embedding_length"] // heads if read.get("block_count") == 62 else read["attention.key_length"]
+        config.query_pre_attn_scalar = width  # in llama.cpp's graph, where 27 B (62 layers) is an exception
     rope = getattr(config, "rope_parameters", None) or {}
     for layers, base in (("full_attention", "rope.freq_base"), ("sliding_attention", "rope.freq_base_swa")):
         one = rope.get(layers, rope if layers == "full_attention" else None)
@@ -173,7 +247,7 @@ def convert_tensors(model: Any, tensors: Iterable[Any], architecture: str, *, dt
 
 
 def dequantize(tensor: Any, dtype: Any) -> Any:
-    """Return a tensor of `gguf.GGUFReader` in `dtype`, a vector in float32.
+    """Return a tensor of a file in `dtype`, a vector in float32.
 
     Some rows are dequantised at a time, because `gguf` returns float32. Raises ValueError for a quantisation that it
     does not know.
@@ -181,8 +255,7 @@ def dequantize(tensor: Any, dtype: Any) -> Any:
     import gguf
     import torch
 
-    data, kind = tensor.data, tensor.tensor_type
-    shape = tuple(int(size) for size in reversed(tensor.shape))
+    data, kind, shape = tensor.data, tensor.tensor_type, tensor.shape
     try:
         if len(shape) == 1:
             return torch.tensor(gguf.dequantize(data, kind), dtype=torch.float32)

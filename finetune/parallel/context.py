@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from ..compute.dropout import with_query_offset
 from ..compute.loss import IGNORED, Batch
 from ..errors import UserError
-from ..models.anatomy import unwrap_peft
-from ..models.families import context_families
+from ..models.anatomy import attention_modules, unwrap_peft
+from ..models.families import find_family
 from .mesh import ProcessMesh
 from .tensor import borders
 
@@ -37,14 +37,18 @@ _serial = itertools.count()
 
 
 def check_context(model: nn.Module) -> None:
-    """Raise UserError for a base model whose tokens cannot be split over `mesh.cp`: its family is unknown here, or its
-    attention is not causal. Parameters may be on the meta device."""
-    config, known = unwrap_peft(model).config, context_families()
-    if config.model_type not in known:
+    """Raise UserError for a base model whose tokens cannot be split over `mesh.cp`: they may meet elsewhere than in
+    attention, or attention is not causal or caps its scores. Parameters may be on the meta device."""
+    config = unwrap_peft(model).config
+    if not find_family(config.model_type).context:
         raise UserError(
-            f"mesh.cp: {config.model_type} models cannot be split by tokens ({', '.join(known)} can); use mesh.dp"
+            f"mesh.cp: {config.model_type} models cannot be split by tokens, which meet only in the causal attention "
+            "of plain decoders; use mesh.dp"
         )
-    if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
+    if getattr(config, "attn_logit_softcapping", None):
+        raise UserError("mesh.cp: the attention of this backbone caps its scores; use mesh.dp")
+    causal = all(getattr(module, "is_causal", True) for module in attention_modules(unwrap_peft(model)))
+    if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True) or not causal:
         raise UserError("mesh.cp: the attention of this backbone is not causal; use mesh.dp")
 
 

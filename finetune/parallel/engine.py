@@ -120,6 +120,7 @@ class Engine:
             seed,
             columns=self.layout.first_features(modules.values()),
             tensor=(self.world.index("tp"), self.world.width("tp")),
+            gathered=self.layout.gathered,
             splits_tokens=self.layout.splits_tokens,
             positions=None if tokens is None else lambda own: tokens.indices(own * tokens.width),
         )

@@ -34,11 +34,18 @@ class Slice:
     """Half-open runs of global indices, in local order; several for fused projections (GPT-2's qkv)."""
 
     @classmethod
-    def even(cls, dim: int, size: int, *, rank: int, width: int, fused: int = 1) -> Slice:
-        """Return the `rank`-th of `width` equal parts of each of `fused` equal blocks along `dim`."""
-        assert size % (width * fused) == 0, (size, width, fused)
-        block, part = size // fused, size // fused // width
-        return cls(dim, size, tuple((b * block + rank * part, b * block + (rank + 1) * part) for b in range(fused)))
+    def part(cls, dim: int, size: int, *, rank: int, width: int, fused: int = 1) -> Slice:
+        """Return the `rank`-th of `width` parts of each of `fused` equal blocks along `dim`: ⌈block / width⌉ indices,
+        the last ones fewer."""
+        assert size % fused == 0, (size, fused)
+        block = size // fused
+        start, stop = _chunk_bounds(block, rank, width)
+        return cls(dim, size, tuple((b * block + start, b * block + stop) for b in range(fused)))
+
+    @property
+    def local_size(self) -> int:
+        """Number of indices on this rank."""
+        return sum(stop - start for start, stop in self.runs)
 
     def indices(self) -> Tensor:
         """Return the global indices in local order, int64 (local size,)."""
@@ -62,6 +69,8 @@ class TensorParallelLayout:
 
     splits_tokens: bool = False
     """True if tp ranks have tokens of their own between the regions."""
+    gathered: set[str] = field(default_factory=set)
+    """Entry modules of regions whose inner tensors are whole on every rank."""
 
     def first_features(self, modules: Iterable[str]) -> dict[str, int]:
         """Return the first global feature of the input of each of these dropout modules, if features are sliced: before
@@ -178,17 +187,28 @@ def gather_full_tensors(
         chunks = _all_gather_bytes({name: parts[name] for name in dims}, shapes, mesh.get_group(mesh_dim), width)
         parts |= {name: torch.cat(chunks[name], dim) for name, dim in dims.items()}
     tp = world.width("tp")
-    tp_slices = {name: layout.slices[name] for name in parts if name in layout.slices}
-    if tp > 1 and tp_slices:
-        shapes = {name: [parts[name].shape] * tp for name in tp_slices}
-        chunks = _all_gather_bytes({name: parts[name] for name in tp_slices}, shapes, world.group("tp"), tp)
-        parts |= {name: _join_slices(chunks[name], own, world.index("tp")) for name, own in tp_slices.items()}
+    rank_slices = {
+        name: [Slice.part(own.dim, own.size, rank=rank, width=tp, fused=len(own.runs)) for rank in range(tp)]
+        for name, own in layout.slices.items()
+        if name in parts
+    }
+    if tp > 1 and rank_slices:
+        shapes = {
+            name: [_resize(parts[name].shape, each.dim, each.local_size) for each in slices]
+            for name, slices in rank_slices.items()
+        }
+        chunks = _all_gather_bytes({name: parts[name] for name in rank_slices}, shapes, world.group("tp"), tp)
+        parts |= {name: _join_slices(chunks[name], slices) for name, slices in rank_slices.items()}
     return parts
 
 
 def _chunk_shapes(shape: torch.Size, dim: int, width: int) -> list[torch.Size]:
     bounds = [_chunk_bounds(shape[dim], rank, width) for rank in range(width)]
-    return [torch.Size([*shape[:dim], stop - start, *shape[dim + 1 :]]) for start, stop in bounds]
+    return [_resize(shape, dim, stop - start) for start, stop in bounds]
+
+
+def _resize(shape: torch.Size, dim: int, size: int) -> torch.Size:
+    return torch.Size([*shape[:dim], size, *shape[dim + 1 :]])
 
 
 def _all_gather_bytes(
@@ -216,15 +236,9 @@ def _all_gather_bytes(
     return gathered
 
 
-def _join_slices(parts: list[Tensor], own: Slice, rank: int) -> Tensor:
-    """Return the full tensor from the parts that `Slice.even` gives to the tensor-parallel ranks."""
-    dim, fused = own.dim, len(own.runs)
-    slices = [Slice.even(dim, own.size, rank=r, width=len(parts), fused=fused) for r in range(len(parts))]
-    assert slices[rank] == own, (slices[rank], own)
-    joined = parts[0].new_empty([*parts[0].shape[:dim], own.size, *parts[0].shape[dim + 1 :]])
-    for part, tp_slice in zip(parts, slices, strict=True):
-        offset = 0
-        for start, stop in tp_slice.runs:
-            joined.narrow(dim, start, stop - start).copy_(part.narrow(dim, offset, stop - start))
-            offset += stop - start
+def _join_slices(parts: list[Tensor], slices: list[Slice]) -> Tensor:
+    """Return the full tensor from the parts of all tensor-parallel ranks."""
+    joined = parts[0].new_empty(_resize(parts[0].shape, slices[0].dim, slices[0].size))
+    for part, own in zip(parts, slices, strict=True):
+        joined.index_copy_(own.dim, own.indices().to(part.device), part)
     return joined

@@ -33,6 +33,7 @@ from flatshift.regularizers.config import (
 from ..compute.memory import slice_columns, slice_rows
 from ..config import WIDTHS, Adapter, Mesh, Train
 from ..figures import format_bytes
+from ..models.families import find_family
 from .sizes import BackboneSizes
 
 if TYPE_CHECKING:
@@ -179,11 +180,17 @@ def _block_bytes(backbone: BackboneSizes, mesh: Mesh, adapter: Adapter, train: T
     """
     hidden, heads, attends = backbone.hidden, backbone.heads, train.checkpointing != "selective"
     width = WIDTHS[train.precision]
+    groups = heads if backbone.groups % mesh.tp else backbone.groups  # if they do not divide, each query has its own
     unsplit = 8.0 + 2 * width + (8 + width * (backbone.ranks[0] * attends + backbone.ranks[1])) / hidden
-    split = backbone.wide * backbone.feed_forward / hidden * width
+    feed_forward = backbone.wide * backbone.feed_forward / hidden * width
+    attention = 0.0
     if attends:
-        split += (2 * width * (heads + backbone.groups) * backbone.head + 4 * heads) / hidden
-        split += 4 * (heads + backbone.groups) * (backbone.head + 1) / hidden if backbone.normed else 0
+        attention = (2 * width * (heads + groups) * backbone.head + 4 * heads) / hidden
+        attention += 4 * (heads + groups) * (backbone.head + 1) / hidden if backbone.normed else 0
+    split = feed_forward + attention
+    if mesh.tp > 1 and (plan := find_family(backbone.kind).tensor) is not None:
+        whole = sum(attention if region.heads else feed_forward for region in plan.regions if region.gathered)
+        unsplit, split = unsplit + whole, split - whole
     unsplit += 2 * width * backbone.routed  # tokens as dispatched to experts, and the experts' outputs
     if adapter.dropout > 0:
         unsplit += (width + 1) * backbone.inputs / backbone.hidden

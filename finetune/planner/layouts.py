@@ -22,7 +22,7 @@ from flatshift.regularizers.config import RegularizerConfig
 from ..config import WIDTHS, Adapter, Mesh, Train
 from ..errors import UserError
 from ..figures import format_bytes, format_duration
-from ..models.families import FAMILIES, pipeline_families
+from ..models.families import block_stacks, find_family, tensor_plan
 from .devices import Cluster, Devices, detect_devices
 from .footprint import Footprint, predict_footprint, rows_per_piece
 from .rules import RuleSettings, broken_rule, check_settings
@@ -217,28 +217,21 @@ def enumerate_layouts(
 
 
 def _check_axes_divide(sizes: BackboneSizes, requested: Mesh) -> None:
-    for axis, families in (("tp", tuple(FAMILIES)), ("pp", pipeline_families())):
-        if getattr(requested, axis) > 1 and sizes.kind not in families:
-            raise UserError(
-                f"mesh.{axis}: {sizes.kind} is none of {', '.join(families)}; leave it out, mesh.dp shards any"
-            )
-    widths = _split_widths(sizes)
-    if any(width % requested.tp for width in widths):
-        nearest = max(n for n in _divisors(math.gcd(*widths)) if n <= requested.tp)
+    if requested.tp > 1:
+        tensor_plan(sizes.kind)
+    if requested.pp > 1:
+        block_stacks(sizes.kind)
+    if sizes.heads % requested.tp:
+        nearest = max(n for n in _divisors(sizes.heads) if n <= requested.tp)
         raise UserError(
-            f"mesh.tp: {requested.tp} does not divide {sizes.heads} heads in {sizes.groups} groups, a feed-forward "
-            f"of {sizes.feed_forward} and {sizes.vocabulary:,} words of this backbone; nearest that does: {nearest}"
+            f"mesh.tp: {requested.tp} does not divide the {sizes.heads} attention heads of this backbone; nearest that "
+            f"does: {nearest}"
         )
     if requested.pp > 1 and requested.pp * (requested.virtual or 1) > len(sizes.blocks):
         raise UserError(
             f"mesh.pp: {requested.pp} × {requested.virtual or 1} stages are more than the {len(sizes.blocks)} blocks "
             f"of this backbone; take at most {len(sizes.blocks) // (requested.virtual or 1)}"
         )
-
-
-def _split_widths(sizes: BackboneSizes) -> tuple[int, ...]:
-    """Return the sizes that tensor parallelism divides."""
-    return sizes.heads, sizes.groups, sizes.feed_forward, sizes.vocabulary
 
 
 def check_supported(sizes: BackboneSizes, settings: RuleSettings) -> None:
@@ -346,8 +339,9 @@ def is_allowed(option: Mesh, requested: Mesh, settings: RuleSettings, sizes: Bac
     """True if settings and backbone allow a mesh; axes that are set are only checked against the settings."""
     if broken_rule(dataclasses.replace(settings, mesh=option)) is not None:
         return False
-    splits_widths = sizes.kind in FAMILIES and not any(width % option.tp for width in (*_split_widths(sizes), node))
-    splits_blocks = sizes.kind in pipeline_families() and option.pp * (option.virtual or 1) <= len(sizes.blocks)
+    family = find_family(sizes.kind)
+    splits_widths = family.tensor is not None and not (sizes.heads % option.tp or node % option.tp)
+    splits_blocks = bool(family.stacks) and option.pp * (option.virtual or 1) <= len(sizes.blocks)
     if (option.tp > requested.tp and not splits_widths) or (option.pp > requested.pp and not splits_blocks):
         return False
     # A is (rank × inputs): if the shards divide neither dimension, every adapter is padded to a multiple of their

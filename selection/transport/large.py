@@ -218,7 +218,8 @@ class _LargeSolver:
         resumed = standing.passes if standing else 0
         if standing and standing.g is None:
             return self.conclude(standing, False, nearest, resumed)
-        before, sample = standing, self.rows  # the subsample; None on all processes of a team but the first
+        before = standing
+        sample: StreamedRows | None = self.rows  # the subsample; None on all processes of a team but the first
         if self.size < problem.total:
             sample = self.rows.gather(draw_stratified(problem.a, self.size, settings.seed, self.team))
         elif self.team.group is not None:

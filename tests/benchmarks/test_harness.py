@@ -168,10 +168,10 @@ def test_the_page_names_instructions_and_a_rehearsal(tmp_path):
     bench.row("a", ours=1.0, unit="s")
     result = json.loads(bench.finish(tmp_path / "x.json").read_text())
     result["machine"] |= {"cpu": "C", "instructions": ["avx2", "amx_bf16"], "rehearsal": {"ONEDNN_MAX_CPU_ISA": "AVX2"}}
-    where = docs.section(result)
+    where = docs.section(result, "d")
     assert "C (avx2, amx_bf16)" in where and "with `ONEDNN_MAX_CPU_ISA=AVX2`" in where
     del result["machine"]["instructions"], result["machine"]["rehearsal"]  # of a file from before
-    assert "on C, " in docs.section(result)
+    assert "on C, " in docs.section(result, "d")
 
 
 def test_groups_that_are_not_asked_for_keep_the_rows_of_this_machine_alone(tmp_path, monkeypatch):

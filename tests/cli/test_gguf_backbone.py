@@ -61,8 +61,10 @@ def assert_same_model(directory: Path, backbone: Path, *, same_tokens: bool = Tr
     assert {name for name, _ in ours.named_parameters()} == expected.keys()
     for name, parameter in ours.named_parameters():
         assert (parameter - expected[name]).abs().max() <= 1e-6 * expected[name].abs().max() + 1.2e-7, name
-    tokens = [AutoTokenizer.from_pretrained(each)(TEXT).input_ids for each in (directory, backbone)]
+    tokenizers = [AutoTokenizer.from_pretrained(each) for each in (directory, backbone)]
+    tokens = [tokenizer(TEXT).input_ids for tokenizer in tokenizers]
     assert tokens[0] == tokens[1] or not same_tokens
+    assert tokenizers[0].chat_template == tokenizers[1].chat_template
     ids = torch.tensor([tokens[1]])
     with torch.no_grad():
         assert (ours(ids).logits - other(ids).logits).abs().max() <= 1e-5
@@ -84,27 +86,42 @@ def test_every_architecture(name: str, tmp_path: Path) -> None:
     assert_same_model(found.directory, backbone, same_tokens=name not in ("Phi 3", "Gemma 3"))
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+FACTORS = {"short_factor": [1.0 + 0.1 * k for k in range(8)], "long_factor": [1.0 + k for k in range(8)]}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "scaling"),
     [
-        ("Llama", {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}),
+        ("Llama", LLAMA3 | {"original_max_position_embeddings": 8192}),
         ("Llama", {"rope_type": "linear", "factor": 4.0}),
-        ("Llama", {"rope_type": "yarn", "factor": 4.0}),
+        ("Llama", YARN),
+        ("Qwen 3, both", YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.2}),
+        ("Phi 3", FACTORS | {"rope_type": "longrope", "original_max_position_embeddings": 32}),
     ],
-    ids=["llama3", "linear", "yarn"],
+    ids=["llama3", "linear", "yarn", "yarn with its settings", "longrope"],
 )
-def test_scaled_positions_are_kept_or_refused(name: str, scaling: dict[str, Any], tmp_path: Path) -> None:
+def test_scaled_positions_are_kept(name: str, scaling: dict[str, Any], tmp_path: Path) -> None:
     backbone = save_family(named(name), tmp_path / "backbone")
     settings = json.loads((backbone / "config.json").read_text(encoding="utf-8"))
-    settings["rope_parameters"] |= scaling | {"original_max_position_embeddings": 8192}
+    settings["rope_parameters"] |= scaling
+    if name == "Phi 3":
+        settings["original_max_position_embeddings"] = 32
     (backbone / "config.json").write_text(json.dumps(settings), encoding="utf-8")
-    file = convert(backbone, tmp_path / "model.gguf")
-    if scaling["rope_type"] == "yarn":
-        with pytest.raises(UserError, match=r"its scaled positions \(yarn\) are not converted"):
-            open_backbone(file)
-        return
-    assert_same_model(open_backbone(file).directory, backbone)
+    directory = open_backbone(convert(backbone, tmp_path / "model.gguf")).directory
+    assert_same_model(directory, backbone, same_tokens=name != "Phi 3")
+    long = torch.arange(100)[None] % 300  # beyond the original context, where longrope takes other factors
+    ours, other = (AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32) for each in (directory, backbone))
+    with torch.no_grad():
+        assert (ours(long).logits - other(long).logits).abs().max() <= 1e-5
+
+
+def test_scaled_positions_that_transformers_cannot_have_are_refused(source: Path, tmp_path: Path) -> None:
+    fields = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.yarn_log_multiplier": 0.1}
+    with pytest.raises(UserError, match=r"its scaled positions \(yarn\) are not converted"):
+        open_backbone(rewritten(source, tmp_path / "model.gguf", more=fields))
 
 
 def test_quantised_matrices_are_what_gguf_says_they_are(source: Path, tmp_path: Path) -> None:
@@ -137,6 +154,24 @@ def test_the_command_trains_and_answers_from_the_file(
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text(encoding="utf-8"))
     assert manifest["backbone"]["name"] == str(source / "model.gguf")
     assert run(["merge", str(tmp_path / "run"), "--out", str(tmp_path / "merged")]) == 0
+
+
+@pytest.mark.slow
+def test_an_exported_file_has_the_tokenizer_that_training_had(tmp_path: Path) -> None:
+    """Of Gemma 3, whose converted directory has no SentencePiece file."""
+    file = convert(save_family(named("Gemma 3"), tmp_path / "backbone"), tmp_path / "model.gguf")
+    rows = [{"prompt": f"the red {k}\n\n", "completion": "pump"} for k in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    train = f"--data {tmp_path / 'rows.jsonl'} --train.steps 2 --train.batch_size 2 --train.threads 1".split()
+    assert run(["train", "completion", "--backbone", str(file), *train, "--out", str(tmp_path / "run")]) == 0
+    assert run(["export", str(tmp_path / "run"), "--to", "gguf", "--out", str(tmp_path / "out")]) == 0
+    again = tmp_path / "out" / "model.gguf"
+    assert run(["train", "completion", "--backbone", str(again), *train, "--out", str(tmp_path / "back")]) == 0
+    first, second = (AutoTokenizer.from_pretrained(open_backbone(each).directory) for each in (file, again))
+    for text in (TEXT, "Übung 敏捷的 نص\t\t x", "<|im_start|>user\nred<|im_end|>", " a  b   c", "<eos>"):
+        assert first(text).input_ids == second(text).input_ids
+    turns = [{"role": "user", "content": "red"}]
+    assert first.apply_chat_template(turns, tokenize=False) == second.apply_chat_template(turns, tokenize=False)
 
 
 @pytest.mark.slow
@@ -175,14 +210,20 @@ def test_parts_in_several_packages(source: Path, tmp_path: Path, monkeypatch: py
         gguf_backbone.gguf_directory("x", site / "small_gguf" / "model.gguf", sorted(site.iterdir()))
 
 
-def rewritten(source: Path, file: Path, *, architecture: str = "llama", without: str = "") -> Path:
-    """Write a copy of the file with another architecture's name, or without the fields that begin so."""
+def rewritten(
+    source: Path, file: Path, *, architecture: str = "llama", without: str = "", more: dict[str, Any] | None = None
+) -> Path:
+    """Write a copy of the file with another architecture's name, without the fields that begin so, or with `more`."""
     import gguf
 
     reader = gguf.GGUFReader(source / "model.gguf")
     writer = gguf.GGUFWriter(file, architecture)
+    for name, value in (more or {}).items():
+        (writer.add_string if isinstance(value, str) else writer.add_float32)(name, value)
     for name, field in reader.fields.items():
         if name.startswith(("GGUF.", "general.architecture")) or (without and name.startswith(without)):
+            continue
+        if name in (more or {}):
             continue
         kind = field.types[0]
         writer.add_key_value(name, field.contents(), kind, sub_type=field.types[-1] if len(field.types) > 1 else None)
@@ -203,9 +244,14 @@ def rewritten(source: Path, file: Path, *, architecture: str = "llama", without:
         (lambda s, p: p.write_bytes((s / "model.gguf").read_bytes()[:300]), "is damaged or cut short"),
         (lambda s, p: rewritten(s, p, architecture="mamba"), "GGUF files of 'mamba' are not converted, only gemma3"),
         (lambda s, p: rewritten(s, p, without="tokenizer"), "has no tokenizer; take another conversion"),
+        (lambda s, p: rewritten(s, p, without="tokenizer.ggml.merges"), r"cannot be read \(it has no merges\); take"),
+        (
+            lambda s, p: rewritten(s, p, more={"tokenizer.ggml.pre": "viking"}),
+            r"cannot be read \(the pre-tokenizer 'viking' is not known here\)",
+        ),
         (lambda s, p: None, "no such file, nor parts of it"),
     ],
-    ids=["zip", "torn", "header", "architecture", "tokenizer", "none"],
+    ids=["zip", "torn", "header", "architecture", "tokenizer", "merges", "pre-tokenizer", "none"],
 )
 def test_a_file_that_is_not_read_is_refused(make, message: str, source: Path, tmp_path: Path, cache: Path) -> None:
     make(source, tmp_path / "bad.gguf")

@@ -233,7 +233,9 @@ def test_noise_evaluation_and_generation() -> None:
 
 
 def test_what_cannot_be_split_is_refused() -> None:
-    with pytest.raises(UserError, match=r"mesh.cp: gemma2 models cannot be split by tokens \(llama, "):
+    with pytest.raises(UserError, match=r"^mesh\.cp: the attention of this backbone caps its scores"):
         check_context(backbone("gemma2", meta=True))
+    with pytest.raises(UserError, match=r"^mesh\.cp: bert models cannot be split by tokens"):
+        check_context(backbone("bert", meta=True))
     with pytest.raises(UserError, match="not causal"):
         check_context(backbone("gemma3", meta=True, use_bidirectional_attention=True))

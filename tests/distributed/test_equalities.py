@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks._equalities import MODELS, Subject
+from benchmarks import mesh_families
+from benchmarks._equalities import MODELS, STEPS, Layout, Subject
 from benchmarks.sharding_equalities import BARS, FALL, LAYOUTS, PLAINLY, cells, write_references
+from flatshift.finetune.config import Mesh
 from tests.support.distributed_ranks import run_ranks
 
 
@@ -50,3 +52,58 @@ def test_two_and_four_ranks(tmp_path: Path, models: tuple[str, ...], layouts: tu
 def test_eight_ranks(tmp_path: Path) -> None:
     subjects = tuple(Subject(model, "ggpo") for model in MODELS)
     compare(tmp_path, subjects, "pp 2 × dp 2 × tp 2", "pp 2 × dp 2 × tp 2, interleaved")
+
+
+ALSO = ("granite", "smollm3", "olmo", "cohere", "phi", "starcoder2", "helium", "nemotron", "arcee", "seed_oss")
+ALSO += ("ministral", "ernie4_5", "olmo2", "phi3", "glm4", "vaultgemma")
+RESUMED = Layout(
+    "tp 2, then pp 2, dp 2, one process",
+    Mesh(tp=2),
+    (Mesh(pp=2), Mesh(dp=2), Mesh()),
+    stop=STEPS // 4,
+    models=tuple(mesh_families.VARIANTS),
+)
+
+
+def compare_families(
+    folder: Path, models: tuple[str, ...], *layouts: Layout, regularizer: str = "plain", ranks: int = 2
+) -> None:
+    """Demand the bar of `benchmarks/mesh_families.py`; a cell without a figure is one that the family refuses."""
+    subjects = tuple(Subject(model, regularizer) for model in models)
+    falls = write_references(folder, subjects, layouts)
+    assert all(last < first for first, last in falls.values()), falls
+    found = run_ranks("benchmarks.sharding_equalities:cells", ranks, str(folder), ranks, layouts, subjects)[0]
+    assert len(found) == len(layouts) * len(models)
+    for each in found:
+        print(each)
+        refused = "cp" in each["layout"] and each["subject"].startswith(("gemma2", "vaultgemma"))
+        refused |= "sequence" in each["layout"] and each["subject"].startswith(("nemotron", "nanochat"))
+        assert ("reason" in each) == refused, each
+        assert refused or each["loss"] <= mesh_families.BAR, each
+
+
+def test_families_by_transformers_own_plans(tmp_path: Path) -> None:
+    """With dropout in the backbone alone, a vocabulary of 257 and one head for keys; each axis resumes the last."""
+    compare_families(tmp_path, ("granite, dropout", "gemma3_text, one key"), RESUMED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["", ", dropout"])
+def test_more_families_by_transformers_own_plans(tmp_path: Path, variant: str) -> None:
+    compare_families(tmp_path, tuple(f"{family}{variant}" for family in ALSO), *mesh_families.LAYOUTS)
+
+
+@pytest.mark.slow
+def test_noise_where_widths_do_not_divide(tmp_path: Path) -> None:
+    models = ("gemma3_text, one key", "phi3, one key", "llama, odd width")
+    compare_families(tmp_path, models, *mesh_families.LAYOUTS[:2], regularizer="ggpo")
+
+
+@pytest.mark.slow
+def test_four_ranks_where_widths_do_not_divide(tmp_path: Path) -> None:
+    models = ("gemma3_text, one key", "llama, odd width", "phi3, dropout")
+    both = Mesh(dp=2, tp=2)
+    meshes = (both, Mesh(pp=2, tp=2), Mesh(cp=2, tp=2, sequence_parallel=True))
+    layouts = [Layout(str(number), mesh, models=models) for number, mesh in enumerate(meshes)]
+    resumed = Layout("tp 4, then dp 2 × tp 2", Mesh(tp=4), (both,), stop=STEPS // 2, models=models)
+    compare_families(tmp_path, models, *layouts, resumed, ranks=4)

@@ -25,6 +25,15 @@ _T5 = {
     "initializer_factor": 0.4,
 }
 
+_DROPPED = {"residual_dropout": 0.0, "embedding_dropout": 0.0, "attention_dropout": 0.0, "max_position_embeddings": 64}
+_BY_THEIR_OWN_PLANS = {
+    **{"granite": "Granite", "smollm3": "SmolLM3", "olmo": "Olmo", "cohere": "Cohere", "phi": "Phi"},
+    **{"starcoder2": "Starcoder2", "helium": "Helium", "nemotron": "Nemotron", "arcee": "Arcee"},
+    **{"seed_oss": "SeedOss", "ministral": "Ministral", "ernie4_5": "Ernie4_5"},
+    **{"phi3": "Phi3", "olmo2": "Olmo2", "glm4": "Glm4", "exaone4": "Exaone4"},
+}
+"""Families without an entry in the table, the last ones with regions that are gathered inside or norms on heads."""
+
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", {**_SIZES, **_IDS, **_HEADS}),
     "llama-tied": ("LlamaForCausalLM", "LlamaConfig", {**_SIZES, **_IDS, **_HEADS, "tie_word_embeddings": True}),
@@ -35,6 +44,22 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma": ("GemmaForCausalLM", "GemmaConfig", {**_SIZES, **_IDS, **_HEADS}),
     "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**_SIZES, **_IDS, **_HEADS, **_WINDOW}),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**_SIZES, **_IDS, **_HEADS, **_WINDOW}),
+    "llama-one-key": ("LlamaForCausalLM", "LlamaConfig", {**_SIZES, **_IDS, **_HEADS, "num_key_value_heads": 1}),
+    "qwen2-three-keys": (
+        "Qwen2ForCausalLM",
+        "Qwen2Config",
+        {**_SIZES, **_IDS, "hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 3},
+    ),
+    "llama-uneven": (
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        {**_SIZES, **_IDS, **_HEADS, "vocab_size": 97, "intermediate_size": 49, "tie_word_embeddings": True},
+    ),
+    "gpt2-uneven": ("GPT2LMHeadModel", "GPT2Config", {**_GPT2, **_IDS, "attn_pdrop": 0.0, "vocab_size": 97}),
+    **{
+        kind: (f"{name}ForCausalLM", f"{name}Config", {**_SIZES, **_IDS, **_HEADS, **_DROPPED})
+        for kind, name in _BY_THEIR_OWN_PLANS.items()
+    },
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", {**_GPT2, **_IDS, "attn_pdrop": 0.0}),
     "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {**_SIZES, **_IDS}),
     "t5": ("T5ForConditionalGeneration", "T5Config", {**_T5, **_IDS, "decoder_start_token_id": 0}),

@@ -47,11 +47,19 @@ def tensor_parallel(model: nn.Module, *, world: ProcessMesh, sequence_parallel: 
             slicer.slice(bias.weight, 1)
             bias.embedding_dim //= width
         for matched in match.regions:
-            for layer in matched.columns.values():
-                slicer.slice_columns(layer, fused=matched.region.fused)
+            shared = matched.shared_heads(width)
+            for name, layer in matched.columns.items():
+                if name in shared:
+                    _share_heads(layer, matched, slicer, group)
+                else:
+                    slicer.slice_columns(layer, fused=matched.region.fused)
             slicer.slice_row(matched.row)
             for count in matched.region.counts:
                 setattr(matched.entry, count, getattr(matched.entry, count) // width)
+            if matched.region.gathered:
+                _gather_inside(matched, group)
+                slicer.keep_whole(matched.entry)
+                slicer.layout.gathered.add(slicer.names[matched.entry])
             slicer.mark_partial(matched.entry)
             _register_border_hooks(matched, group, sequence_parallel=sequence_parallel)
         _cut_vocabulary(match, slicer, group)
@@ -88,10 +96,43 @@ def _register_border_hooks(matched: MatchedRegion, group: dist.ProcessGroup, *, 
     matched.row.register_forward_hook(after)
 
 
+def _gather_inside(matched: MatchedRegion, group: dist.ProcessGroup) -> None:
+    """Make the tensors between column and row layers whole on every rank."""
+
+    def gather(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return borders.gather_from_tp(output, -1, group)
+
+    def scatter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (borders.scatter_to_tp(args[0], -1, group), *args[1:])
+
+    for layer in matched.columns.values():
+        layer.register_forward_hook(gather)
+    matched.row.register_forward_pre_hook(scatter)
+
+
+def _share_heads(layer: Any, matched: MatchedRegion, slicer: ParameterSlicer, group: dist.ProcessGroup) -> None:
+    """Keep a key or value layer whole on every rank, where its heads do not divide; attention on this rank gets one
+    head for each of its queries."""
+    slicer.keep_whole(layer)
+    matched.entry.num_key_value_groups = 1  # type: ignore[assignment]
+    queries, key_values = matched.attention
+    own = Slice.part(0, queries, rank=slicer.rank, width=slicer.width).indices() * key_values // queries
+
+    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (borders.share_from_tp(args[0], group), *args[1:])
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        whole = borders.copy_to_tp(output, group).unflatten(-1, (key_values, -1))
+        return whole[..., own.to(whole.device), :].flatten(-2)
+
+    layer.register_forward_pre_hook(before)
+    layer.register_forward_hook(after)
+
+
 def _cut_vocabulary(match: PlanMatch, slicer: ParameterSlicer, group: dist.ProcessGroup) -> None:
     def own_tokens(size: int) -> VocabularySlice:
-        rows = size // slicer.width
-        return VocabularySlice(slicer.rank * rows, (slicer.rank + 1) * rows, size, group)
+        ((start, stop),) = Slice.part(0, size, rank=slicer.rank, width=slicer.width).runs
+        return VocabularySlice(start, stop, size, group)
 
     for embedding in match.embeddings.values():
         tokens = own_tokens(embedding.num_embeddings)
@@ -133,21 +174,22 @@ class ParameterSlicer:
         """Index the parameters of `model`. device: where it will be, if its parameters are still on meta."""
         self.rank, self.width, self.device = rank, width, device
         self.layout = TensorParallelLayout()
+        self.names = {module: canonical_name(name) for name, module in model.named_modules()}
         self._holders: dict[int, list[tuple[nn.Module, str, str]]] = {}
         for prefix, module in model.named_modules():
             for key, parameter in module._parameters.items():
                 if parameter is not None:
                     name = canonical_name(f"{prefix}.{key}" if prefix else key)
                     self._holders.setdefault(id(parameter), []).append((module, key, name))
-        self._sliced: set[int] = set()
+        self._placed: set[int] = set()
 
     def slice(self, parameter: Tensor, dim: int, *, fused: int = 1) -> None:
         """Replace `parameter` by this rank's part along `dim` in all modules that hold it (tied weights stay tied)."""
-        if id(parameter) in self._sliced:
+        if id(parameter) in self._placed:
             return
-        own = Slice.even(dim, parameter.shape[dim], rank=self.rank, width=self.width, fused=fused)
+        own = Slice.part(dim, parameter.shape[dim], rank=self.rank, width=self.width, fused=fused)
         shape = list(parameter.shape)
-        shape[dim] //= self.width
+        shape[dim] = own.local_size
         if parameter.is_meta:
             local = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
         else:
@@ -158,7 +200,7 @@ class ParameterSlicer:
             module._parameters[key] = replacement
             self.layout.slices[name] = own
         self._holders[id(replacement)] = holders
-        self._sliced.add(id(replacement))
+        self._placed.add(id(replacement))
 
     def slice_columns(self, layer: Any, *, fused: int = 1) -> None:
         """Keep this rank's output rows of a column layer: of the weight, the bias and every adapter's B."""
@@ -168,10 +210,12 @@ class ParameterSlicer:
             self.slice(base.bias, 0, fused=fused)
         for up in getattr(layer, "lora_B", {}).values():
             self.slice(up.weight, 0, fused=fused)
-            up.out_features //= self.width
+            up.out_features = up.weight.shape[0]
         for down in getattr(layer, "lora_A", {}).values():
             self._mark(down.weight)
-        self._shrink_sizes(layer, base, "nf" if is_conv1d(base) else "out_features", "out_features")
+        size = base.weight.shape[1 if is_conv1d(base) else 0]
+        setattr(base, "nf" if is_conv1d(base) else "out_features", size)
+        layer.out_features = size
 
     def slice_row(self, layer: Any) -> None:
         """Keep this rank's input columns of a row layer: of the weight and every adapter's A; the bias on rank 0."""
@@ -186,22 +230,23 @@ class ParameterSlicer:
             base.bias = zero
         for down in getattr(layer, "lora_A", {}).values():
             self.slice(down.weight, 1)
-            down.in_features //= self.width
+            down.in_features = down.weight.shape[1]
         for up in getattr(layer, "lora_B", {}).values():
             self._mark(up.weight)
-        self._shrink_sizes(layer, base, "nx" if is_conv1d(base) else "in_features", "in_features")
+        size = base.weight.shape[0 if is_conv1d(base) else 1]
+        setattr(base, "nx" if is_conv1d(base) else "in_features", size)
+        layer.in_features = size
+
+    def keep_whole(self, module: nn.Module) -> None:
+        """Leave the parameters of `module` that are not sliced whole, with whole gradients on every rank."""
+        self._placed.update(id(parameter) for parameter in module.parameters())
 
     def mark_partial(self, module: nn.Module) -> None:
         """Mark the trainable parameters of `module` that stayed whole: their gradient must be summed over the ranks."""
         for parameter in module.parameters():
-            if id(parameter) not in self._sliced:
+            if id(parameter) not in self._placed:
                 self._mark(parameter)
 
     def _mark(self, parameter: nn.Parameter) -> None:
         if parameter.requires_grad:
             self.layout.partial.update(name for _, _, name in self._holders[id(parameter)])
-
-    def _shrink_sizes(self, layer: Any, base: Any, own: str, peft: str) -> None:
-        setattr(base, own, getattr(base, own) // self.width)
-        if layer is not base:
-            setattr(layer, peft, getattr(layer, peft) // self.width)

@@ -6,6 +6,7 @@ slice along one dim). A gradient is of the same three kinds:
     function                forward           backward          (forward: value, backward: gradient)
     copy_to_tp              whole → whole     summand → whole   all-reduce in backward ("f" of Megatron-LM)
     reduce_from_tp          summand → whole   whole → whole     all-reduce in forward ("g")
+    share_from_tp           whole → whole     whole → summand   no traffic; the first rank passes the gradient on
     gather_tokens           part → whole      summand → part    all-gather; reduce-scatter in backward
     reduce_scatter_tokens   summand → part    part → whole      reduce-scatter; all-gather in backward
     scatter_to_tp           whole → part      part → whole      no traffic; all-gather in backward
@@ -39,6 +40,11 @@ def copy_to_tp(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def reduce_from_tp(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum of `x` over the ranks."""
     return _BorderFunction.apply(x, _all_reduce, _identity, 0, group)
+
+
+def share_from_tp(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return `x` for a layer that is whole on every rank; its gradient counts once among the summands of a region."""
+    return _BorderFunction.apply(x, _identity, _keep_on_first, 0, group) if x.requires_grad else x
 
 
 def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -76,6 +82,10 @@ class _BorderFunction(torch.autograd.Function):
 
 def _identity(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     return x.view_as(x)
+
+
+def _keep_on_first(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    return torch.zeros_like(x) if dist.get_rank(group) else x.view_as(x)
 
 
 def _all_reduce(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:

@@ -3,7 +3,6 @@ checks."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from torch import nn
 
 from ...errors import UserError
 from ...models.anatomy import is_linear, unwrap_peft
-from ...models.families import FAMILIES, TensorParallelRegion, TensorPlan
+from ...models.families import TensorParallelRegion, TensorPlan, tensor_plan
 
 
 @dataclass
@@ -25,6 +24,20 @@ class MatchedRegion:
     columns: dict[str, nn.Module]
     row: nn.Module
     block: str
+    attention: tuple[int, int]
+    """Heads of queries, and of keys and values."""
+
+    @property
+    def width(self) -> int:
+        """Channels between column layers and row layer."""
+        row: Any = getattr(self.row, "base_layer", self.row)
+        return int(row.nx if hasattr(row, "nx") else row.in_features)
+
+    def shared_heads(self, tp: int) -> set[str]:
+        """Return the columns that stay whole on each of `tp` ranks: keys and values whose heads do not divide."""
+        if not self.region.heads or self.region.gathered or self.attention[1] % tp == 0:
+            return set()
+        return {name for name in self.columns if name.endswith(("k_proj", "v_proj"))}
 
 
 @dataclass
@@ -32,6 +45,8 @@ class PlanMatch:
     """Modules of this model (or pipeline stage) that match a plan, in order."""
 
     plan: TensorPlan
+    attention: tuple[int, int]
+    """Heads of queries, and of keys and values."""
     blocks: dict[str, nn.Module] = field(default_factory=dict)
     regions: list[MatchedRegion] = field(default_factory=list)
     biases: list[tuple[TensorParallelRegion, nn.Module]] = field(default_factory=list)
@@ -48,14 +63,10 @@ def match_plan(model: nn.Module) -> PlanMatch:
     parameters and are omitted. Raises UserError if its model type has no plan, or for a layer in a block that the plan
     does not cover."""
     base: Any = unwrap_peft(model)
-    kind = getattr(base.config, "model_type", None)
-    if kind not in FAMILIES:
-        raise UserError(
-            f"mesh.tp: there is no tensor-parallel plan for model type {kind!r}; there is one for "
-            f"{', '.join(FAMILIES)}; leave mesh.tp at 1 and use mesh.dp"
-        )
-    plan = FAMILIES[kind].tensor
-    match = PlanMatch(plan)
+    plan = tensor_plan(base.config.model_type)
+    heads = base.config.num_attention_heads
+    attention = heads, getattr(base.config, "num_key_value_heads", None) or heads
+    match = PlanMatch(plan, attention)
     for name, module in base.named_modules():
         has_parameters = any(True for _ in module.parameters())
         if _has_suffix(name, plan.blocks) and has_parameters:
@@ -63,14 +74,14 @@ def match_plan(model: nn.Module) -> PlanMatch:
             match.biases += [(r, modules[r.entry]) for r in plan.regions if r.bias and f"{r.entry}.{r.bias}" in modules]
             if any(True for _ in linear_layers(module)):
                 match.blocks[name] = module
-                match.regions += _match_regions(plan, name, modules)
+                match.regions += _match_regions(plan, name, modules, attention)
         elif any(_has_suffix(name, suffix) for suffix in plan.embeddings):
             if isinstance(module, nn.Embedding):
                 match.embeddings[name] = module
             else:
                 match.wrapped[name] = module
-        elif plan.norm is not None and _has_suffix(name, plan.norm) and has_parameters:
-            match.norm = module
+        elif plan.norm is not None and _has_suffix(name, plan.norm) and not name.startswith(tuple(match.blocks)):
+            match.norm = module if "Norm" in type(module).__name__ else None  # another stage's is replaced
     head = base.get_output_embeddings() if plan.embeddings else None
     if isinstance(head, nn.Linear):
         match.head = head
@@ -89,7 +100,9 @@ def linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, child
 
 
-def _match_regions(plan: TensorPlan, block: str, modules: dict[str, nn.Module]) -> list[MatchedRegion]:
+def _match_regions(
+    plan: TensorPlan, block: str, modules: dict[str, nn.Module], attention: tuple[int, int]
+) -> list[MatchedRegion]:
     present = [region for region in plan.regions if region.entry in modules and region.row in modules]
     known = {layer for region in present for layer in (*region.columns, region.row)}
     foreign = [layer for layer, _ in linear_layers(modules[""]) if layer not in known]
@@ -105,6 +118,7 @@ def _match_regions(plan: TensorPlan, block: str, modules: dict[str, nn.Module]) 
             {layer: modules[layer] for layer in region.columns if layer in modules},
             modules[region.row],
             block,
+            attention,
         )
         for region in present
     ]
@@ -129,20 +143,16 @@ def check_tensor_plan(model: nn.Module, *, tp: int, sequence_parallel: bool) -> 
         return
     base, match = unwrap_peft(model), match_plan(model)
     if sequence_parallel and not match.plan.sequence_parallel:
-        kinds = [kind for kind, family in FAMILIES.items() if family.tensor.sequence_parallel]
         raise UserError(
-            f"mesh.sequence_parallel: not for model type {base.config.model_type!r}, only for "
-            f"{', '.join(kinds)}; leave it off"
+            "mesh.sequence_parallel: no plan says after which norm the tokens of model type "
+            f"{base.config.model_type!r} are whole again; leave it off"
         )
-    sizes = list(_divisible_sizes(base, match))
-    common = math.gcd(*(size for _, size in sizes))
-    for name, size in sizes:
-        if size % tp:
-            nearest = min((n for n in range(1, common + 1) if common % n == 0), key=lambda n: (abs(n - tp), n))
-            raise UserError(
-                f"mesh.tp: {tp} does not divide the {size} {name} of this backbone; nearest that does for all its "
-                f"layers: mesh.tp {nearest}"
-            )
+    if (misfit := _find_misfit(match, tp)) is not None:
+        fitting = (n for n in range(1, match.attention[0] + 1) if _find_misfit(match, n) is None)
+        nearest = min(fitting, key=lambda n: (abs(n - tp), n))
+        raise UserError(
+            f"mesh.tp: {tp} {misfit} of this backbone; nearest that does for all its layers: mesh.tp {nearest}"
+        )
     for matched in match.regions:
         for layer_name, layer in {**matched.columns, matched.region.row: matched.row}.items():
             _check_layer(f"{matched.block}.{layer_name}", layer)
@@ -157,23 +167,36 @@ def check_tensor_plan(model: nn.Module, *, tp: int, sequence_parallel: bool) -> 
             )
 
 
-def _divisible_sizes(base: Any, match: PlanMatch) -> Iterator[tuple[str, int]]:
-    """Yield every size that `tp` must divide, each with a name, the most informative first."""
-    yield "attention heads", base.config.num_attention_heads
-    groups = getattr(base.config, "num_key_value_heads", None)
-    if groups is not None:
-        yield "key-value heads", groups
-    for embedding in match.embeddings.values():
-        yield "tokens of the vocabulary", embedding.num_embeddings
+def _find_misfit(match: PlanMatch, tp: int) -> str | None:
+    """Return the first size that `tp` ranks cannot share, the most informative first, as `does not divide the 3 heads`;
+    None if they can share all."""
+    if tp == 1:
+        return None
+    heads = [matched for matched in match.regions if matched.region.heads and not matched.region.gathered]
+    queries, key_values = match.attention
+    if heads and queries % tp:
+        return f"does not divide the {queries} attention heads"
+    if key_values % tp and not all(hasattr(matched.entry, "num_key_value_groups") for matched in heads):
+        return f"does not divide the {key_values} key-value heads"
+    for matched in heads:
+        layers = tuple(f"{matched.block}.{name}" for name in (*matched.columns, matched.region.row))
+        for name, parameter in matched.entry.named_parameters(f"{matched.block}.{matched.region.entry}"):
+            head = matched.width // queries
+            if not name.startswith(layers) and parameter.numel() > head and matched.region.bias not in name.split("."):
+                return f"does not divide {name}, a norm over all heads,"
+    sizes = [("tokens of the vocabulary", embedding.num_embeddings) for embedding in match.embeddings.values()]
     if match.head is not None:
-        yield "tokens of the output head", match.head.out_features
+        sizes.append(("tokens of the output head", match.head.out_features))
     for matched in match.regions:
-        if not matched.region.heads:
-            row: Any = getattr(matched.row, "base_layer", matched.row)
-            yield (
-                f"channels of {matched.block}.{matched.region.entry}",
-                row.nx if hasattr(row, "nx") else row.in_features,
-            )
+        channels = matched.width
+        sizes.append((f"channels of {matched.block}.{matched.region.entry}", channels))
+        columns: list[Any] = [getattr(layer, "base_layer", layer) for layer in matched.columns.values()]
+        if matched.region.gathered and any(size % tp for size in (channels, *(x.out_features for x in columns))):
+            return f"does not divide the {channels} {sizes[-1][0]}"
+    for name, size in sizes:
+        if -(-size // tp) * (tp - 1) >= size:
+            return f"leaves a rank without any of the {size} {name}"
+    return None
 
 
 def _check_layer(name: str, layer: Any) -> None:

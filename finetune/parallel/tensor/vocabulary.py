@@ -25,6 +25,11 @@ class VocabularySlice:
     size: int
     group: dist.ProcessGroup
 
+    @property
+    def widest(self) -> int:
+        """The number of tokens of every rank but the last, which may have fewer."""
+        return -(-self.size // dist.get_world_size(self.group))
+
     def cross_entropy(self, hidden: Tensor, linear: nn.Linear, targets: Tensor, *, cap: float | None = None) -> Tensor:
         """Return Σ −log softmax(W h + b)[target] over the rows of `hidden` [n, D], float32, W and b frozen and sliced
         by rows.
@@ -46,7 +51,8 @@ class VocabularySlice:
         if torch.is_autocast_enabled(device):
             hidden = hidden.to(torch.get_autocast_dtype(device))
         targets = targets - self.start
-        return _VocabularyCrossEntropies.apply(hidden, linear.weight, linear.bias, targets, self.group, cap)
+        rows = slice_rows(self.widest, device, hidden.element_size())
+        return _VocabularyCrossEntropies.apply(hidden, linear.weight, linear.bias, targets, self.group, cap, rows)
 
 
 def split_embedding(embedding: Any, tokens: VocabularySlice) -> None:
@@ -71,9 +77,13 @@ def split_head(linear: Any, tokens: VocabularySlice) -> None:
     A training loss that temporarily replaces `linear.forward` (`VocabularySlice.cross_entropy`) never gathers them.
     """
     local = linear.forward
+    missing = tokens.widest - (tokens.stop - tokens.start)
 
     def forward(input: Tensor) -> Tensor:
-        return borders.gather_from_tp(local(borders.copy_to_tp(input, tokens.group)), -1, tokens.group)
+        logits = local(borders.copy_to_tp(input, tokens.group))
+        if missing:  # the last rank has fewer tokens, but all gather as many
+            logits = F.pad(logits, (0, missing))
+        return borders.gather_from_tp(logits, -1, tokens.group)[..., : tokens.size]
 
     linear.out_features = tokens.stop - tokens.start
     linear.vocabulary = tokens
@@ -90,13 +100,13 @@ class _VocabularyCrossEntropies(torch.autograd.Function):
         targets: Tensor,
         group: dist.ProcessGroup,
         cap: float | None,
+        rows: int,
     ) -> Tensor:
         device = capabilities(hidden.device).kind
         weight = weight.to(hidden.dtype)
         bias = None if bias is None else bias.to(hidden.dtype)
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         terms = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        rows = slice_rows(len(weight), device, hidden.element_size())
         with torch.autocast(device, enabled=False):
             for first in range(0, len(hidden), rows):
                 slice_, indices = hidden[first : first + rows], targets[first : first + rows, None]
@@ -129,4 +139,4 @@ class _VocabularyCrossEntropies(torch.autograd.Function):
         (summand,) = ctx.saved_tensors
         gradient = summand * upstream[:, None].to(summand.dtype)
         dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None, None, None, None, None
+        return gradient, None, None, None, None, None, None

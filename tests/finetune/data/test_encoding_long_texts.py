@@ -250,4 +250,4 @@ def test_the_least_number_is_said_as_one(monkeypatch) -> None:
     lost = TruncationCounts("train")
     lost.add(encode(rows_of()[:2], task=LanguageModel(), tokenizer=tokenizer, max_length=LENGTH))
     with pytest.raises(UserError, match=r"at least [0-9,]+ tokens would hold"):
-        lost.refuse(LanguageModel(), Train(max_length=LENGTH, max_cut=0.1))
+        lost.refuse(LanguageModel().max_truncated, Train(max_length=LENGTH, max_cut=0.1))

@@ -79,8 +79,8 @@ def test_more_losses_than_a_task_allows_are_refused():
         with pytest.raises(
             UserError, match=r"^train \(a\): 2 of 10 samples have an answer .* = 24 tokens, more than task"
         ):
-            lost(cut_answers=1).refuse(task, short)
-        lost(cut_answers=1).refuse(dataclasses.replace(task, max_truncated=0.2), short)
+            lost(cut_answers=1).refuse(task.max_truncated, short)
+        lost(cut_answers=1).refuse(0.2, short)
         assert list(lost(cut_answers=1).notes(short)) == [
             "train (a): 4 of 10 samples (40 %) are cut to train.max_length = 24 tokens, 2 of them in their answer; 31 "
             "tokens would hold 99 % of them whole"
@@ -88,16 +88,16 @@ def test_more_losses_than_a_task_allows_are_refused():
     with pytest.raises(
         UserError, match=r"2 of 10 samples are longer than .*, more than train\.max_dropped \(0\.1\) allows"
     ):
-        lost(dropped=1).refuse(LanguageModel(), short)
-    lost(dropped=1).refuse(LanguageModel(), ten)
+        lost(dropped=1).refuse(LanguageModel().max_truncated, short)
+    lost(dropped=1).refuse(LanguageModel().max_truncated, ten)
     assert not list(lost(dropped=1).notes(ten))
     with pytest.raises(UserError, match=r"^train \(a\): 2 of 10 samples lose their whole prompt at train\.max"):
-        lost(lost_prompts=1).refuse(Completion(), short)
+        lost(lost_prompts=1).refuse(Completion().max_truncated, short)
     with pytest.raises(
         UserError, match=r"4 of 10 samples are cut at .* than train\.max_cut \(0\.3\) allows; raise .*; 31"
     ):
-        lost().refuse(LanguageModel(), dataclasses.replace(short, max_cut=0.3))
-    lost(lost_prompts=1).refuse(Completion(), dataclasses.replace(short, max_cut=0.4))
+        lost().refuse(LanguageModel().max_truncated, dataclasses.replace(short, max_cut=0.3))
+    lost(lost_prompts=1).refuse(Completion().max_truncated, dataclasses.replace(short, max_cut=0.4))
 
 
 @pytest.mark.parametrize("task", [LanguageModel(), Completion(), Seq2Seq(), Classify()], ids=lambda task: task.kind)
@@ -114,12 +114,12 @@ def test_more_than_half_is_refused_with_the_length_that_would_do(task):
         (said,) = found.notes(Train(max_length=limit))
         assert said.startswith(f"train: {cut} of 100 samples ({cut} %) are cut to") and f"; {needs[98]} tokens" in said
         if cut <= 50:
-            found.refuse(task, Train(max_length=limit))
+            found.refuse(task.max_truncated, Train(max_length=limit))
         else:
             with pytest.raises(UserError, match=rf"{cut} of 100 samples .*{needs[98]} tokens would hold 99"):
-                found.refuse(task, Train(max_length=limit))
+                found.refuse(task.max_truncated, Train(max_length=limit))
         told = dataclasses.replace(task, max_truncated=1.0) if isinstance(task, Completion | Seq2Seq) else task
-        found.refuse(told, Train(max_length=limit, max_cut=1.0))
+        found.refuse(told.max_truncated, Train(max_length=limit, max_cut=1.0))
 
 
 def test_prompts_cut_to_nothing_are_counted():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +17,7 @@ from flatshift.finetune.planner.devices import Devices, visible_memory
 from flatshift.finetune.planner.footprint import predict_footprint
 from flatshift.finetune.planner.layouts import AXES, resolve_mesh
 from flatshift.finetune.planner.rules import RuleSettings, check_settings
-from flatshift.finetune.planner.sizes import BackboneSizes
+from flatshift.finetune.planner.sizes import BackboneSizes, read_sizes
 from flatshift.finetune.planner.throughput import RooflineConstants
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.regularizers.config import SAM, Plain
@@ -245,12 +247,18 @@ def test_a_damaged_weight_file(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------- what it knows
 
 
-def test_a_family_is_one_entry_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flatshift.finetune.models.families import FAMILIES, context_families, pipeline_families, tensor_plans
+def test_tensor_ranks_keep_what_is_gathered_and_a_head_for_each_query() -> None:
+    sizes = read_sizes("llama-3.2-3b", Adapter())
 
-    monkeypatch.setitem(FAMILIES, "another", FAMILIES["llama"])
-    assert all("another" in known() for known in (tensor_plans, pipeline_families, context_families))
-    assert set(pipeline_families()) | {"vit"} == set(tensor_plans())
+    def activations(tp: int, **changes: Any) -> int:
+        return predict_footprint(
+            dataclasses.replace(sizes, **changes), mesh=Mesh(tp=tp), adapter=Adapter(), train=Train(max_length=1024)
+        ).activations
+
+    assert activations(2) < activations(1)
+    assert activations(2, kind="phi3") == activations(1)  # both regions are gathered between their layers
+    assert activations(1) > activations(2, kind="glm4") > activations(2)
+    assert activations(2, groups=3) == activations(2, groups=24) > activations(2, groups=8)
 
 
 def test_cuda_devices_as_a_process_sees_them() -> None:

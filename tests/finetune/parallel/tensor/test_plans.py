@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.models.families import tensor_plans
+from flatshift.finetune.models.families import tensor_plan
 from flatshift.finetune.parallel.tensor import check_tensor_plan
 from flatshift.finetune.parallel.tensor.plans import match_plan
 from tests.support.tensor_models import KINDS, adapted, backbone
@@ -23,46 +23,46 @@ def test_every_family_is_cut_by_two_and_four(kind: str) -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_plans_agree_with_the_models_own(kind: str) -> None:
-    """Where transformers has a plan for a family, it cuts the same layers in the same way."""
-    model = backbone(kind, meta=True)
-    theirs = getattr(model.config, "base_model_tp_plan", None) or {}
-    wanted = {name: style for name, style in theirs.items() if style in ("colwise", "rowwise")}
-    if not wanted:
-        pytest.skip("no plan of its own")
-    ours: dict[str, str] = {}
-    for place in match_plan(model).regions:
-        block = f"{place.block.rsplit('.', 2)[-2]}.*"
-        ours |= {f"{block}.{name}": "colwise" for name in place.columns} | {f"{block}.{place.region.row}": "rowwise"}
-    assert ours == wanted
-
-
 def _refusal(model: Any, tp: int = 2, sequence_parallel: bool = False) -> str:
     with pytest.raises(UserError) as caught:
         check_tensor_plan(model, tp=tp, sequence_parallel=sequence_parallel)
     return str(caught.value)
 
 
-def test_unknown_family_names_those_that_have_a_plan() -> None:
+def test_a_family_without_a_plan() -> None:
     from transformers import OPTConfig, OPTForCausalLM
 
     with torch.device("meta"):
         model = OPTForCausalLM(OPTConfig(hidden_size=16, ffn_dim=16, num_hidden_layers=1, num_attention_heads=2))
     said = _refusal(model)
-    assert "'opt'" in said
-    assert all(kind in said for kind in tensor_plans())
+    assert "'opt' cannot be split: nobody has compared its plan" in said and "mesh.dp" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("CodeGen", "nobody has compared its plan with one process yet"),
+        ("GptOss", "transformers has no plan for its blocks"),
+        ("GraniteSWA", "splits its self_attn as local_params"),
+        ("Mixtral", "splits its mlp.experts.gate_up_proj as packed_colwise"),
+        ("Qwen3_5Text", "splits its linear_attn as colwise_gather_output"),
+    ],
+)
+def test_styles_that_are_not_split_here(name: str, words: str) -> None:
+    import transformers
+
+    with pytest.raises(UserError, match=words.replace(".", r"\.")):
+        tensor_plan(getattr(transformers, f"{name}Config").model_type)
 
 
 @pytest.mark.parametrize(
     ("kind", "overrides", "tp", "words"),
     [
         ("llama", {}, 3, ("3 does not divide the 4 attention heads", "mesh.tp 2")),
-        ("llama", {"num_key_value_heads": 2}, 4, ("4 does not divide the 2 key-value heads", "mesh.tp 2")),
-        ("llama", {"intermediate_size": 50}, 4, ("the 50 channels of model.layers.0.mlp", "mesh.tp 2")),
-        ("llama", {"vocab_size": 97}, 2, ("the 97 tokens of the vocabulary", "mesh.tp 1")),
-        ("gpt2", {"n_inner": 30}, 4, ("the 30 channels of transformer.h.0.mlp", "mesh.tp 2")),
-        ("t5", {"d_ff": 50}, 4, ("the 50 channels of encoder.block.0.layer.1.DenseReluDense", "mesh.tp 2")),
+        ("llama", {"intermediate_size": 5}, 4, ("a rank without any of the 5 channels of model.layers.0", "mesh.tp 2")),
+        ("llama", {"vocab_size": 5}, 4, ("4 leaves a rank without any of the 5 tokens of the vocabulary", "mesh.tp 2")),
+        ("phi3", {"intermediate_size": 50}, 4, ("does not divide the 50 channels of model.layers.0.mlp", "mesh.tp 2")),
+        ("cohere", {"use_qk_norm": True}, 2, ("does not divide model.layers.0.self_attn.q_norm.weight", "mesh.tp 1")),
         ("gpt_neox", {}, 8, ("8 does not divide the 4 attention heads", "mesh.tp 4")),
     ],
 )
@@ -110,10 +110,10 @@ def test_layers_that_the_plan_does_not_know() -> None:
     assert "crossattention" in _refusal(model)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "t5", "bert", "vit"])
-def test_sequence_parallel_where_blocks_do_not_begin_with_a_norm_alone(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["gpt2", "t5", "bert", "vit", "nemotron"])
+def test_sequence_parallel_where_no_plan_has_the_last_norm(kind: str) -> None:
     said = _refusal(adapted(kind, meta=True), sequence_parallel=True)
-    assert "mesh.sequence_parallel" in said and "llama" in said
+    assert "mesh.sequence_parallel: no plan says after which norm" in said and f"'{kind}'" in said
 
 
 def test_sequence_parallel_needs_tensor_parallel() -> None:
