@@ -128,7 +128,7 @@ def test_every_weight_is_the_rounded_sum_and_the_largest_rounding_is_said(tmp_pa
         exact = before.double() + 5 / 3 * product
         torch.testing.assert_close(written[name], exact.to(dtype), rtol=0, atol=1e-15 if dtype == torch.float64 else 0)
         worst = max(worst, float((written[name].double() - exact).abs().max()))
-    said = merged.rounding.as_json()[str(dtype).removeprefix("torch.")]["largest"]
+    said = merged.rounding.by_dtype[str(dtype).removeprefix("torch.")]["largest"]
     assert said == pytest.approx(worst, rel=1e-9, abs=1e-15) and said < torch.finfo(dtype).eps * 4
     assert (said > 0) == (dtype != torch.float64)
 
