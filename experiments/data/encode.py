@@ -33,6 +33,7 @@ from flatshift.finetune.data.labels import Units, iter_classes, sort_labels
 from flatshift.finetune.data.remote import DataFile, RemoteFile
 from flatshift.finetune.data.rows import Row
 from flatshift.finetune.data.token_cache import TokenCache, content_key
+from flatshift.finetune.digests import file_sha256
 from flatshift.finetune.errors import UserError, user_path
 from flatshift.finetune.tasks import Task
 from flatshift.finetune.tasks.regress import standardised_layer
@@ -310,8 +311,7 @@ def _cache_key(recipe: Recipe, names: Sequence[str | None]) -> str:
     tokenizer = hashlib.sha256(f"{version('tokenizers')} {version('transformers')}".encode())
     for file in non_weight_files(open_backbone(recipe.backbone).directory):
         tokenizer.update(f"\x1f{file.name}\x1f".encode())
-        with file.open("rb") as handle:
-            tokenizer.update(hashlib.file_digest(handle, "sha256").digest())
+        tokenizer.update(bytes.fromhex(file_sha256(file)))
     values = {
         "inputs": names,
         "parts": sources,

@@ -75,8 +75,10 @@ def split_holdout(
     keys: RowKeys, share: float, splits: Sequence[Split] = SPLITS[1:]
 ) -> tuple[np.ndarray, dict[Split, np.ndarray]]:
     """Return the indices of the rows that stay, and those of each of `splits`: about `share` of all, at least one text.
+
     The draw is the same for every run. The rows held out for fewer splits or a smaller share are a subset of those held
-    out for more. Raises UserError if no text would be left to train on."""
+    out for more. Raises UserError if no text would be left to train on.
+    """
     total = len(keys)
     if not share or not splits:
         return np.arange(total), {}

@@ -65,9 +65,11 @@ class SourceFiles:
             raise UserError(f"{self.setting}.{error}" if str(error).startswith("first:") else str(error)) from None
 
     def _used(self, task: Task) -> tuple[str, ...]:
-        """Return the columns with a custom name that at least one row must have. Dev and test rows may lack ids and
-        tools, since they cannot name those columns separately; a pair without its second text is not a row of the
-        task."""
+        """Return the columns with a custom name that at least one row must have.
+
+        Dev and test rows may lack ids and tools, since they cannot name those columns separately; a pair without its
+        second text is not a row of the task.
+        """
         if self.setting.startswith("data.train"):
             return (*task.optional_columns(), "id")
         return tuple(name for name in task.optional_columns() if name == "text2")
@@ -149,9 +151,12 @@ class RowAssignment:
 def assign_rows(
     data: Data, sources: dict[Split, list[SourceFiles]], counts: dict[Split, list[int]], seed: int, keys: RowKeys | None
 ) -> RowAssignment:
-    """Hold out `data.holdout` of the training rows where dev or test name no files, and apply limits. counts: usable
-    rows of each source. keys: of the training rows, if some are held out. Raises UserError for a holdout without rows,
-    a limit above the number of rows, and a source of which nothing is left."""
+    """Hold out `data.holdout` of the training rows where dev or test name no files, and apply limits.
+
+    counts: usable rows of each source. keys: of the training rows, if some are held out.
+    Raises UserError for a holdout without rows, a limit above the number of rows, and a source of which nothing is
+    left.
+    """
     pool = np.arange(sum(counts["train"]))
     apart: dict[Split, np.ndarray] = {}
     if keys is not None:

@@ -156,9 +156,11 @@ def describe_cut(cut: Mapping[Split, Sequence[Row]], share: float) -> str:
 
 
 def prepare_data(recipe: Recipe) -> PreparedData:
-    """Read and encode a recipe's rows, or load them from `data.cache`. Raises UserError for missing files, columns or
-    labels, empty splits, labels that do not fit, fewer than two classes, findings that `data.checks` refuses, and a
-    cache directory that cannot be written to."""
+    """Read and encode a recipe's rows, or load them from `data.cache`.
+
+    Raises UserError for missing files, columns or labels, empty splits, labels that do not fit, fewer than two classes,
+    findings that `data.checks` refuses, and a cache directory that cannot be written to.
+    """
     cache = open_token_cache(recipe)
     if cache is None or isinstance(cache, str):
         return _with_notes(_prepare(recipe, None)[0], () if cache is None else (cache,))
@@ -189,8 +191,10 @@ def sample_split_warning(recipe: Recipe) -> list[str]:
 
 def prepare_eval_data(recipe: Recipe, files: Sequence[str], *, run: Path) -> PreparedData:
     """Encode the rows of `files` as test rows of a finished run, with the classes and units that it was trained with.
-    These come from its manifest (`build_label_record`), so the run's own data files are not needed. Raises UserError
-    for missing files or columns, rows without a class of the run, and files without a usable row."""
+
+    These come from its manifest (`build_label_record`), so the run's own data files are not needed.
+    Raises UserError for missing files or columns, rows without a class of the run, and files without a usable row.
+    """
     labels, units = read_label_record(recipe, run)
     source = SourceFiles("--data", None, tuple(files), recipe.data.columns, "data.columns")
     skipped: list[str] = []

@@ -49,8 +49,11 @@ def load_model(
     initial: InitialAdapter | None = None,
 ) -> LoadedModel:
     """Load the frozen backbone with an adapter for `task` on this process or, with `world`, on the recipe's mesh.
+
     adapter: a saved adapter to load; None: a fresh one, which changes nothing. initial: initial values of a fresh
-    adapter to be trained; without it, B = 0 over the backbone's own weights. Returns the engine and the tokenizer."""
+    adapter to be trained; without it, B = 0 over the backbone's own weights.
+    Returns the engine and the tokenizer.
+    """
     settings = recipe.adapter
     # Special initial values are for training only: a fresh adapter must not change the base model that is evaluated.
     if adapter is None and initial is None:

@@ -196,9 +196,11 @@ def _keep_sentencepiece(recipe: Recipe, merged: Path) -> None:
 
 
 def _find_pre_tokenizer(directory: Path) -> str | None:
-    """Return llama.cpp's name for GPT-2's pre-tokenizer if the tokenizer uses it, else None. Needed for a tokenizer
-    that is not in llama.cpp's table of known vocabularies; no other pre-tokenizer can be identified from its file
-    alone."""
+    """Return llama.cpp's name for GPT-2's pre-tokenizer if the tokenizer uses it, else None.
+
+    Needed for a tokenizer that is not in llama.cpp's table of known vocabularies; no other pre-tokenizer can be
+    identified from its file alone.
+    """
     file = directory / "tokenizer.json"
     if not file.is_file():
         return None

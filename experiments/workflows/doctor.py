@@ -41,9 +41,11 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def diagnose(*, deep: bool = False) -> dict[str, Any]:
-    """Check the environment; `deep` also imports torch and lists its devices. Returns a JSON-ready dict. `ok` is False
-    if `problems` is not empty: then something will not work. Each problem and each note is `{"what", "fix"}`, and `fix`
-    may be empty for a note. Sizes are bytes."""
+    """Check the environment; `deep` also imports torch and lists its devices.
+
+    Returns a JSON-ready dict. `ok` is False if `problems` is not empty: then something will not work. Each problem and
+    each note is `{"what", "fix"}`, and `fix` may be empty for a note. Sizes are bytes.
+    """
     problems: Findings = []
     notes: Findings = []
     versions, extras = check_versions(problems, notes)

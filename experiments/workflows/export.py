@@ -310,9 +310,11 @@ _LAST = ("config.json", "adapter_config.json", "result.json", MANIFEST, DONE)
 
 
 def push_to_store(folder: Path, address: str, progress: Callable[[int, int], None] | None = None) -> UploadResult:
-    """Upload `folder` to the `address` and compare it there, as in `flatshift.finetune.data.remote`. progress: called
-    with the uploaded and the total bytes. Raises UserError for a folder that is not a product of Flatshift, not
-    finished, or changed, and as `upload`."""
+    """Upload `folder` to the `address` and compare it there, as in `flatshift.finetune.data.remote`.
+
+    progress: called with the uploaded and the total bytes. Raises UserError for a folder that is not a product of
+    Flatshift, not finished, or changed, and as `upload`.
+    """
     require_finished(folder)
     names = _files_to_send(folder)
     _check_no_secrets(folder)

@@ -433,9 +433,11 @@ RunRows = list[tuple[Row, Example]]
 
 
 def save_tokenizer(recipe: Recipe, folder: Path, *, rows: RunRows | None) -> tuple[Any, int]:
-    """Write the run's tokenizer into `folder`; returns it as loaded again, and the number of compared rows. rows: rows
-    of the run with their examples, as from `read_run_rows`; None: unavailable, probes are compared. Raises UserError if
-    the saved tokenizer gives other tokens than training."""
+    """Write the run's tokenizer into `folder`; returns it as loaded again, and the number of compared rows.
+
+    rows: rows of the run with their examples, as from `read_run_rows`; None: unavailable, probes are compared.
+    Raises UserError if the saved tokenizer gives other tokens than training.
+    """
     from transformers import AutoTokenizer
 
     tokenizer, task = open_backbone(recipe.backbone).own_tokenizer(), recipe.task

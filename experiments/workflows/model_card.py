@@ -49,9 +49,11 @@ def build_card(
     rank: int | None = None,
     form: Form = "adapter",
 ) -> str:
-    """Return README.md for the export of the run directory `path`; arguments as `export`. added: names and weights of
-    the adapters that were added to the run's. rank: of the written adapter. form: content of the folder: the adapter,
-    the merged model, or files for llama.cpp, Ollama or vLLM."""
+    """Return README.md for the export of the run directory `path`; arguments as `export`.
+
+    added: names and weights of the adapters that were added to the run's. rank: of the written adapter. form: content
+    of the folder: the adapter, the merged model, or files for llama.cpp, Ollama or vLLM.
+    """
     base = base_model or published_name(recipe.backbone)
     others = ", ".join(f"{format_code_span(name)} with weight {weight:g}" for name, weight in added)
     sum_note = (

@@ -75,9 +75,12 @@ def awaits_evaluation(path: Path, recipe: Recipe) -> bool:
 
 
 def check_run(path: Path, recipe: Recipe) -> None:
-    """Raise UserError if the files that the run's adapter depends on have changed. These are its recipe, the label
-    record of its data, and its backbone; the adapter is compared when it is read. For a run without a record of its
-    files only the backbone can be compared; that, and a missing evaluation, is reported on stderr."""
+    """Raise UserError if the files that the run's adapter depends on have changed.
+
+    These are its recipe, the label record of its data, and its backbone; the adapter is compared when it is read. For a
+    run without a record of its files only the backbone can be compared; that, and a missing evaluation, is reported on
+    stderr.
+    """
     if not (path / DONE).is_file():
         if awaits_evaluation(path, recipe):
             note = f"note: {path} is trained, and its evaluation is not finished: `{resume_command(path)}` does it"
@@ -225,9 +228,11 @@ def has_custom_init(adapter: Adapter) -> bool:
 
 
 def check_backbone(path: Path, recipe: Recipe) -> None:
-    """Raise UserError if the recipe's backbone is not the one that the run directory `path` trained on. Compares the
-    fingerprint of its weights, over every byte, and the SHA-256 of its configuration and tokenizer
-    (`flatshift.finetune.models.fingerprint`). Values that the run did not record are not checked."""
+    """Raise UserError if the recipe's backbone is not the one that the run directory `path` trained on.
+
+    Compares the fingerprint of its weights, over every byte, and the SHA-256 of its configuration and tokenizer
+    (`flatshift.finetune.models.fingerprint`). Values that the run did not record are not checked.
+    """
     file = path / "manifest.json"
     recorded = read_json_object(file).get("backbone") if file.is_file() else None
     if not isinstance(recorded, dict):

@@ -190,9 +190,12 @@ def resume(
     verbose: bool = False,
     draw: Draw | None = None,
 ) -> dict[str, Any]:
-    """Resume a run directory exactly where it stopped; a finished one returns at once. verbose: as in `train`. draw:
-    draws the page of the finished run, or of one that has none. Raises UserError if `path` is no run directory or in
-    use, an input file or the backbone changed, or an override is not allowed."""
+    """Resume a run directory exactly where it stopped; a finished one returns at once.
+
+    verbose: as in `train`. draw: draws the page of the finished run, or of one that has none.
+    Raises UserError if `path` is no run directory or in use, an input file or the backbone changed, or an override is
+    not allowed.
+    """
     requested = resume_recipe(path, overrides)
     before = resume_recipe(path).recipe
     check_recipe(requested.recipe)

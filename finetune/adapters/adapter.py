@@ -189,9 +189,11 @@ def _wrap_with_peft(backbone: PreTrainedModel, config: LoraConfig, **options: An
 
 
 def initial_value(name: str, shape: torch.Size | tuple[int, ...], seed: int, deviation: float) -> torch.Tensor:
-    """Return the initial value of a trained tensor, unsharded, float32, drawn by (`seed`, plain `name`) on the CPU. A ~
-    Kaiming uniform (a = √5) and B = 0 as in PEFT; for embeddings A = 0, B ~ N(0, 1). Tensors missing from the
-    checkpoint: N(0, deviation²), norms 1, biases 0."""
+    """Return the initial value of a trained tensor, unsharded, float32, drawn by (`seed`, plain `name`) on the CPU.
+
+    A ~ Kaiming uniform (a = √5) and B = 0 as in PEFT; for embeddings A = 0, B ~ N(0, 1). Tensors missing from the
+    checkpoint: N(0, deviation²), norms 1, biases 0.
+    """
     generator = torch_generator(seed, "init", name)
     value = torch.zeros(tuple(shape))
     if ".lora_A." in name:

@@ -244,8 +244,10 @@ def _real_tokens(states: Any, mask: Tensor, name: str) -> Tensor:
 @torch.no_grad()
 def _initialise_loftq(model: PeftModel, directory: Path | None) -> None:
     """Initialise A and B with the best rank-r approximation of each weight's 4-bit quantisation error (one iteration).
+
     Computes the same as PEFT's `replace_lora_weights_loftq`, but on any device, and with the layer's scale, which that
-    function ignores."""
+    function ignores.
+    """
     from peft.utils.integrations import dequantize_module_weight
     from safetensors import safe_open
 

@@ -152,9 +152,13 @@ class _FeatureForward:
     def __call__(
         self, *, input_ids: Tensor, attention_mask: Tensor | None = None, features: Tensor | None = None, **options: Any
     ) -> Any:
-        """Run the backbone on features, soft tokens and text. input_ids: (B, T). attention_mask: (B, T), 1 for real
-        tokens; padding on the right. features: (B, K, d) float32. Returns: the backbone's output, with logits (B, T,
-        V)."""
+        """Run the backbone on features, soft tokens and text.
+
+        input_ids: (B, T).
+        attention_mask: (B, T), 1 for real tokens; padding on the right.
+        features: (B, K, d) float32.
+        Returns: the backbone's output, with logits (B, T, V).
+        """
         projector, linear = self.projector, self.model.projector
         expected = (len(input_ids), projector.count, projector.width)
         if features is None or features.shape != expected:

@@ -503,9 +503,12 @@ class SpecialTokens:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, *, begin: bool = True) -> SpecialTokens:
-        """Return the tokenizer's own special tokens. If it adds none (GPT-2, most small decoders): its
-        beginning-of-sequence token, if any, as the prefix (unless `begin` is false: a decoder of an encoder-decoder
-        starts with another token), and the separator or end-of-sequence token between the texts of a pair."""
+        """Return the tokenizer's own special tokens.
+
+        If it adds none (GPT-2, most small decoders): its beginning-of-sequence token, if any, as the prefix (unless
+        `begin` is false: a decoder of an encoder-decoder starts with another token), and the separator or
+        end-of-sequence token between the texts of a pair.
+        """
         prefix, _, suffix = _find_special_tokens(tokenizer, "a")
         pair_prefix, middle, pair_suffix = _find_special_tokens(tokenizer, "a", "b")
         if begin and not prefix and not suffix and tokenizer.bos_token_id is not None:
@@ -541,9 +544,11 @@ _END_SAMPLES = 2000
 def find_end_tokens(
     examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, *, max_length: int
 ) -> dict[str, int]:
-    """Return the tokens that were trained as the end of an example's (last) answer, by their text. That is the last
-    target token, ignoring whitespace after it, if it is the end of sequence or an added token. Examples that fill
-    `max_length` may be truncated and are ignored."""
+    """Return the tokens that were trained as the end of an example's (last) answer, by their text.
+
+    That is the last target token, ignoring whitespace after it, if it is the end of sequence or an added token.
+    Examples that fill `max_length` may be truncated and are ignored.
+    """
     added = set(tokenizer.added_tokens_decoder) | {get_end_token(tokenizer)}
     blank: dict[int, bool] = {}
     counts: Counter[int] = Counter()

@@ -91,9 +91,12 @@ def _expand_one(name: str) -> Sequence[DataFile]:
 
 
 def describe_files(files: Sequence[str]) -> list[dict[str, Any]]:
-    """Return `path, sha256, bytes, rows` of each file, for a manifest. `rows` counts the records, including bad ones;
-    null for a broken file. A saved data set is hashed file by file in name order; a hub data set has no digest or size
-    (null), its revision is part of its name. An object of a store also has the `version` that the store reports."""
+    """Return `path, sha256, bytes, rows` of each file, for a manifest.
+
+    `rows` counts the records, including bad ones; null for a broken file. A saved data set is hashed file by file in
+    name order; a hub data set has no digest or size (null), its revision is part of its name. An object of a store also
+    has the `version` that the store reports.
+    """
     described: list[dict[str, Any]] = []
     for name in files:
         for path in _expand_one(str(name)):

@@ -511,9 +511,11 @@ def _check_unique_columns(names: Sequence[str], context: str) -> None:
 
 
 def _build_arrow_record(ordinal: int, values: dict[str, Any]) -> FileRecord:
-    """Return a record without the null-valued keys of objects in its lists (turns, tools). Arrow gives every object of
-    a column the keys of all others, so an argument of one tool appears, as null, in the calls of all tools. Original
-    nulls cannot be distinguished from these."""
+    """Return a record without the null-valued keys of objects in its lists (turns, tools).
+
+    Arrow gives every object of a column the keys of all others, so an argument of one tool appears, as null, in the
+    calls of all tools. Original nulls cannot be distinguished from these.
+    """
     nulls = 0
     for name, value in values.items():
         if isinstance(value, list) and isinstance(next((item for item in value if item is not None), None), dict):

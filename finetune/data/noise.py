@@ -65,9 +65,11 @@ def _change_rows(
 def flip_row_labels(
     rows: Sequence[Row], *, rate: float, label_names: Sequence[str], seed: int
 ) -> tuple[list[Row], list[str]]:
-    """Apply `flip_labels` to the rows' `label` column (before encoding, so that templates see it too). Returns the new
-    rows, and the ids of those whose label was replaced. Raises UserError as `flip_labels`, or for a label that is not
-    in `label_names`."""
+    """Apply `flip_labels` to the rows' `label` column (before encoding, so that templates see it too).
+
+    Returns the new rows, and the ids of those whose label was replaced. Raises UserError as `flip_labels`, or for a
+    label that is not in `label_names`.
+    """
     from .labels import label_index
 
     if not rate:
@@ -85,8 +87,10 @@ def replace_answers(
     rows: Sequence[Row], *, columns: Sequence[str], rate: float, seed: int
 ) -> tuple[list[Row], list[str]]:
     """Replace the answer of a share of the rows by that of another row with a different answer, drawn uniformly.
+
     columns: columns of the answer; all of them are taken from the same other row. Returns the new rows, and the ids of
-    those whose answer was replaced. Raises UserError for a rate outside [0, 1], or no two different answers."""
+    those whose answer was replaced. Raises UserError for a rate outside [0, 1], or no two different answers.
+    """
     flips = _count_flips(rate, len(rows))
     if not flips:
         return list(rows), []

@@ -39,9 +39,11 @@ class DecodedSpan:
 
 
 def split_batch_spans(micro: MicroBatch, tokenizer: PreTrainedTokenizerBase) -> list[list[DecodedSpan]]:
-    """Return a list of spans for every sample of the batch, without padding but with special tokens. Samples of a
-    packed row are separated at the restarts of `position_ids`. For an encoder-decoder, the encoder's input is followed
-    by an arrow and the decoder's output."""
+    """Return a list of spans for every sample of the batch, without padding but with special tokens.
+
+    Samples of a packed row are separated at the restarts of `position_ids`. For an encoder-decoder, the encoder's input
+    is followed by an arrow and the decoder's output.
+    """
     ids = micro.inputs["input_ids"].tolist()
     labels = micro.labels.tolist()
     spans: list[list[DecodedSpan]] = []

@@ -27,9 +27,11 @@ def adds_special_tokens(tokenizer: PreTrainedTokenizerBase, specials: SpecialTok
 
 
 def set_post_processor(tokenizer: PreTrainedTokenizerBase, specials: SpecialTokens, *, pairs: bool) -> None:
-    """Make the tokenizer, in place, add these tokens around texts and pairs, also after it is saved and loaded. It is
-    unchanged if it already does (for single texts only, unless `pairs`), or if it has no backend of the `tokenizers`
-    library and so no post-processor: the caller compares after saving."""
+    """Make the tokenizer, in place, add these tokens around texts and pairs, also after it is saved and loaded.
+
+    It is unchanged if it already does (for single texts only, unless `pairs`), or if it has no backend of the
+    `tokenizers` library and so no post-processor: the caller compares after saving.
+    """
     if adds_special_tokens(tokenizer, specials, pairs=pairs) or not tokenizer.is_fast:
         return
     from tokenizers import processors

@@ -140,9 +140,11 @@ _DIGESTS: dict[str, tuple[str, int]] = {}
 
 
 def find_objects(name: str) -> tuple[list[RemoteFile], bool]:
-    """Return the objects for an address, in the order of local files; and whether it is a directory. An address names
-    an object, a pattern, or a directory, whose entries except directories are returned. Raises UserError: there is none
-    (names the nearest), or the store refuses access or does not answer."""
+    """Return the objects for an address, in the order of local files; and whether it is a directory.
+
+    An address names an object, a pattern, or a directory, whose entries except directories are returned.
+    Raises UserError: there is none (names the nearest), or the store refuses access or does not answer.
+    """
     name = hide_secrets(name)
     store, path = open_store(name)
     pattern = glob.has_magic(_strip_query(name) if get_scheme(name) in _ASKS_ONCE else name)

@@ -533,9 +533,11 @@ def require_rows(rows: Iterable[Row], *, files: Sequence[str], purpose: str, ski
 
 
 def limit_rows(rows: Sequence[_Any], limit: int | None, *, seed: int) -> list[_Any]:
-    """Return the first `limit` rows of a shuffle keyed by `seed`, in their original order; None returns all. With the
-    same rows and seed, a larger limit contains every smaller one. Raises UserError for a limit below one, or above the
-    number of rows."""
+    """Return the first `limit` rows of a shuffle keyed by `seed`, in their original order; None returns all.
+
+    With the same rows and seed, a larger limit contains every smaller one. Raises UserError for a limit below one, or
+    above the number of rows.
+    """
     if limit is None:
         return list(rows)
     if limit < 1:

@@ -55,8 +55,10 @@ class TokenCache:
 
     def get(self, key: str, build: Callable[[Path], dict[str, Any]]) -> CachedTokens:
         """Return the entry of `key`; one that is missing or damaged is built by one process while the others wait.
+
         build: writes the entry's files into the given directory and returns its metadata. Raises CacheError if the
-        directory cannot be written to, and whatever `build` raises."""
+        directory cannot be written to, and whatever `build` raises.
+        """
         try:
             return self._get(key, build)
         except _InputError as carrier:

@@ -39,9 +39,11 @@ LEAST = len(SPECIALS) + 256
 
 
 def train_tokenizer(scheme: Scheme, texts: Sequence[str], *, vocabulary: int) -> PreTrainedTokenizerFast:
-    """Train a tokenizer of `scheme` with at most `vocabulary` tokens on `texts`. It has <pad>, <bos> and <eos> (0, 1,
-    2) and adds none by itself. With few texts it may have fewer tokens than allowed. Raises UserError for an unknown
-    scheme, fewer tokens than the bytes need, or no text."""
+    """Train a tokenizer of `scheme` with at most `vocabulary` tokens on `texts`.
+
+    It has <pad>, <bos> and <eos> (0, 1, 2) and adds none by itself. With few texts it may have fewer tokens than
+    allowed. Raises UserError for an unknown scheme, fewer tokens than the bytes need, or no text.
+    """
     from transformers import PreTrainedTokenizerFast
 
     if scheme not in SCHEMES:

@@ -112,9 +112,11 @@ def _resample(
 
 
 def exact_share_interval(interval: BootstrapInterval, confidence: float) -> BootstrapInterval:
-    """Replace the interval of a fraction that is 0 or 1, for which all resamples are equal. The new interval is the one
-    that n such examples leave possible: 1 − (α/2)^(1/n) from the end (Clopper & Pearson, Biometrika 26, 1934). Any
-    other interval is returned unchanged, and so is that of a single row, which has none."""
+    """Replace the interval of a fraction that is 0 or 1, for which all resamples are equal.
+
+    The new interval is the one that n such examples leave possible: 1 − (α/2)^(1/n) from the end (Clopper & Pearson,
+    Biometrika 26, 1934). Any other interval is returned unchanged, and so is that of a single row, which has none.
+    """
     value, n = interval["value"], interval["n"]
     if value is None or interval["low"] is None or value not in (0.0, 1.0):
         return interval

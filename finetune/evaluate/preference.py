@@ -63,9 +63,11 @@ def score_answers(
     head: Head | None = None,
     heartbeat: Callable[[], None] = lambda: None,
 ) -> PreferenceScores:
-    """Return rewards and losses of every example, in order; KTO's drift is computed over all of them. Reads each answer
-    with the adapter and, if the loss has a reference, without it. On a mesh every rank calls this and gets all
-    results."""
+    """Return rewards and losses of every example, in order; KTO's drift is computed over all of them.
+
+    Reads each answer with the adapter and, if the loss has a reference, without it.
+    On a mesh every rank calls this and gets all results.
+    """
     count = 1 + (examples[0].rejected_ids is not None)
     scores = np.zeros((5, len(examples), count))  # log p, that of the base model, tokens, signs, mismatched log-ratio
     max_tokens = None if head is not None else LOGITS // (count * vocabulary_size(model))

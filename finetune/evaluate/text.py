@@ -89,9 +89,13 @@ def score_texts(
     overlap: int,
     locations: Sequence[str] | None = None,
 ) -> DocumentCounts:
-    """Score every token of every text once. window: tokens that the model reads at once. overlap: tokens at the start
-    of every window but a document's first that are context, scored before. locations: of each text, for messages.
-    Raises UserError: an overlap that leaves nothing to score, or a text without a token."""
+    """Score every token of every text once.
+
+    window: tokens that the model reads at once.
+    overlap: tokens at the start of every window but a document's first that are context, scored before.
+    locations: of each text, for messages.
+    Raises UserError: an overlap that leaves nothing to score, or a text without a token.
+    """
     if not 1 <= overlap < window:
         raise UserError(f"--overlap: {overlap} is not from 1 to {window - 1}, below the window of {window} tokens")
     begin = beginning_tokens(tokenizer)

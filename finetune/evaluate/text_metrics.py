@@ -101,9 +101,11 @@ def has_number(answer: str, reference: str) -> float:
 
 
 def parse_spans(tags: str) -> set[tuple[str, int, int]]:
-    """Return (type, first, last) of every entity of tags like `B-PER I-PER O`, separated by blanks. IOB2, IOB1 and
-    IOBES, parsed leniently like seqeval's default: an entity starts at B- or S-, where the type changes, and at I- or
-    E- not preceded by an entity of its type; it ends before O, B-, S- or another type, and after E- or S-."""
+    """Return (type, first, last) of every entity of tags like `B-PER I-PER O`, separated by blanks.
+
+    IOB2, IOB1 and IOBES, parsed leniently like seqeval's default: an entity starts at B- or S-, where the type changes,
+    and at I- or E- not preceded by an entity of its type; it ends before O, B-, S- or another type, and after E- or S-.
+    """
     spans, start, kind = set(), 0, ""
     for i, tag in enumerate([*tags.split(), "O"]):
         mark, _, tag_kind = tag.partition("-")

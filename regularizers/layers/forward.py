@@ -78,9 +78,11 @@ class ForwardSwap:
 
 
 def find_whole_layers(model: nn.Module, placement: Placement, method: str) -> list[ForwardSwap]:
-    """Return the linear LoRA layers of `model`; warn about LoRA layers of other kinds, which stay unchanged. Raises
-    RegularizerError, naming `method`, if there is none, or on a mesh whose processes hold parts of the layers, or
-    different layers. Collective."""
+    """Return the linear LoRA layers of `model`; warn about LoRA layers of other kinds, which stay unchanged.
+
+    Raises RegularizerError, naming `method`, if there is none, or on a mesh whose processes hold parts of the layers,
+    or different layers. Collective.
+    """
     ranks = torch.ones(2, device=placement.device)
     placement.sum_tensor(ranks[0])
     placement.sum_pipeline(ranks[1])

@@ -45,9 +45,12 @@ def base_weight_shape(base: Any) -> tuple[int, ...]:
 
 @torch.no_grad()
 def base_weight(base: Any, stored: Tensor | None = None) -> Tensor:
-    """Return W0 (m, n) as `base` computes with it, a copy if `base` is quantised. stored: the full stored tensor, if
-    `base.weight` itself is only a part (FSDP2's packed 4-bit bytes). Raises RegularizerError if bitsandbytes has
-    repacked the layer for inference on a CPU, which rounds its scales and lets no gradient through."""
+    """Return W0 (m, n) as `base` computes with it, a copy if `base` is quantised.
+
+    stored: the full stored tensor, if `base.weight` itself is only a part (FSDP2's packed 4-bit bytes).
+    Raises RegularizerError if bitsandbytes has repacked the layer for inference on a CPU, which rounds its scales and
+    lets no gradient through.
+    """
     weight = base.weight.detach() if stored is None else stored
     state = _four_bit_state(base)
     if state is not None:
@@ -112,9 +115,11 @@ def squared_update_norms(a: Tensor, sb: Tensor) -> Tensor:
 
 @torch.no_grad()
 def adapted_squared_row_norms(weight: Tensor, a: Tensor, sb: Tensor, *, base: Tensor | None = None) -> Tensor:
-    """Return |w'_i|² (m,) of `weight` + `sb` @ `a`, in float32 (float64 for float64 weights). weight (m, n), a (r, n),
-    sb = s·B (m, r); base: `squared_row_norms(weight)` if known. If the weight is on another device, it is copied over a
-    few rows at a time."""
+    """Return |w'_i|² (m,) of `weight` + `sb` @ `a`, in float32 (float64 for float64 weights).
+
+    weight (m, n), a (r, n), sb = s·B (m, r); base: `squared_row_norms(weight)` if known. If the weight is on another
+    device, it is copied over a few rows at a time.
+    """
     dtype = accumulation_dtype(weight.dtype)
     base = squared_row_norms(weight).to(a.device) if base is None else base
     a, sb = a.to(dtype), sb.to(dtype)

@@ -109,9 +109,11 @@ class LoraSite:
 
     @torch.no_grad()
     def squared_norms(self, factors: Sequence[Tensor]) -> Tensor:
-        """Return |w'_i|² (m,) of the adapted weight over the local block of W0, zero for rows outside it. The sum over
-        the ranks with the other parts (FSDP2's, and those with the other columns) is the full norm. factors: the full
-        tensors of `factors()`. For DoRA the result is the squared magnitude vector."""
+        """Return |w'_i|² (m,) of the adapted weight over the local block of W0, zero for rows outside it.
+
+        The sum over the ranks with the other parts (FSDP2's, and those with the other columns) is the full norm.
+        factors: the full tensors of `factors()`. For DoRA the result is the squared magnitude vector.
+        """
         block = self._local_block()
         base = self._block_norms(block)
         rows = block.rows
@@ -127,9 +129,11 @@ class LoraSite:
 
     @torch.no_grad()
     def bound(self, factors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return |w0_i|² and |s b_i A|² (m,) over the same block as `squared_norms`, without reading W0. The root of
-        the second bounds the distance of |w'_i| from |w0_i|. It is infinite if the norms need no product with W0
-        (DoRA)."""
+        """Return |w0_i|² and |s b_i A|² (m,) over the same block as `squared_norms`, without reading W0.
+
+        The root of the second bounds the distance of |w'_i| from |w0_i|. It is infinite if the norms need no product
+        with W0 (DoRA).
+        """
         block = self._local_block()
         base = self._block_norms(block)
         update = torch.zeros_like(base)
@@ -266,9 +270,11 @@ def find_lora_sites(model: nn.Module, placement: Placement = SINGLE_PROCESS) -> 
 
 
 def check_linear_layers(count: int, others: list[str], method: str, verb: str, advice: str = "") -> None:
-    """Raise RegularizerError if the model has no linear LoRA layer; warn about LoRA layers of other kinds. count:
-    linear layers of the whole model. others: names of LoRA layers of other kinds. The message says that `method` `verb`
-    adapted linear layers; advice: its further fix."""
+    """Raise RegularizerError if the model has no linear LoRA layer; warn about LoRA layers of other kinds.
+
+    count: linear layers of the whole model. others: names of LoRA layers of other kinds. The message says that `method`
+    `verb` adapted linear layers; advice: its further fix.
+    """
     if count == 0:
         present = f"only LoRA layers of other kinds ({others[0]}, ...)" if others else "no LoRA layer"
         raise RegularizerError(

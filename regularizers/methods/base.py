@@ -91,8 +91,10 @@ class AttachedRegularizer(Regularizer):
         source: str = "backbone and adapter that the checkpoint was written with",
     ) -> None:
         """Raise RegularizerError unless `state` has the names and shapes of `expected` and was drawn from the seed.
+
         whole: other tensors in `state` are refused, as in a single process; else they are those of other pipeline
-        stages. source: which settings the shapes come from."""
+        stages. source: which settings the shapes come from.
+        """
         if not self._attached:
             raise RegularizerError(f"{self._name} is not attached to a model; attach before loading its state")
         whole = whole or self._placement is SINGLE_PROCESS

@@ -186,9 +186,11 @@ class GGPORegularizer(AttachedRegularizer):
             group.average_sketch(q, took_part, (broken == 0).to(group.device))
 
     def perturbations(self, sample: int = 0, samples: int = 1) -> dict[str, Tensor]:
-        """Return the dense ε (m, n) of every layer: for tests and diagnostics, inside a step only. If each micro-batch
-        has its own noise, that of the current one; if each sample has, that of sample number `sample` of this process's
-        `samples`."""
+        """Return the dense ε (m, n) of every layer: for tests and diagnostics, inside a step only.
+
+        If each micro-batch has its own noise, that of the current one; if each sample has, that of sample number
+        `sample` of this process's `samples`.
+        """
         noise = {}
         for group in self._groups:
             for branch in group.branches:

@@ -156,9 +156,11 @@ class MomentumRegularizer(AttachedRegularizer):
         return norm[None]
 
     def metric_tensors(self) -> MetricTensors:
-        """Return the metrics of the last step. `perturbation_norm` |ε|, `momentum_norm` |m| after it, `gradient_norm`
-        |g| (unclipped), `gradient_norm_average` ḡ (MGPO), `momentum_updates`, and `momentum_skipped`: steps with a
-        non-finite gradient."""
+        """Return the metrics of the last step.
+
+        `perturbation_norm` |ε|, `momentum_norm` |m| after it, `gradient_norm` |g| (unclipped), `gradient_norm_average`
+        ḡ (MGPO), `momentum_updates`, and `momentum_skipped`: steps with a non-finite gradient.
+        """
         if self._adapters is None or not self._figures:
             return MetricTensors(torch.zeros(0), lambda numbers: {})
         figures = self._figures | {

@@ -349,9 +349,11 @@ class NoiseScales:
 
     @torch.no_grad()
     def sketch(self, loss_scale: float) -> tuple[Tensor, Tensor]:
-        """Return q_i = |(∂L/∂U_P)_i|²/k_p (rows,) of this step, and which layers got a gradient, bool (layers,). The
-        gradient is divided by `loss_scale` and, on a mesh, summed before it is squared: two collectives for all
-        layers."""
+        """Return q_i = |(∂L/∂U_P)_i|²/k_p (rows,) of this step, and which layers got a gradient, bool (layers,).
+
+        The gradient is divided by `loss_scale` and, on a mesh, summed before it is squared: two collectives for all
+        layers.
+        """
         probes = [branch.probe for branch in self.branches]
         took_part = torch.tensor([probe.grad is not None for probe in probes]).to(self.device, non_blocking=True)
         gradient = torch.cat([probe if probe.grad is None else probe.grad for probe in probes])

@@ -41,8 +41,10 @@ micro-batches a generator is best: the graph of a term is freed before the next 
 @contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Switch to evaluation mode (dropout would drown a difference), and restore each module's mode afterwards.
+
     Quantised linear layers stay in training mode: in evaluation mode bitsandbytes repacks 4-bit weights for inference
-    on a CPU, after which no gradient passes through them."""
+    on a CPU, after which no gradient passes through them.
+    """
     modes = [(module, module.training) for module in model.modules()]
     try:
         for module, _ in modes:
@@ -72,9 +74,11 @@ class LossFunction:
 
     @torch.enable_grad()
     def gradient(self, inputs: Sequence[Tensor]) -> tuple[float, list[Tensor]]:
-        """Return the loss and its gradients with respect to `inputs`, which must require grad. Gradients are in
-        float32, or float64 for float64 inputs; zero for an input that does not affect the loss. No `.grad` is touched.
-        Raises RegularizerError if the loss depends on none of them."""
+        """Return the loss and its gradients with respect to `inputs`, which must require grad.
+
+        Gradients are in float32, or float64 for float64 inputs; zero for an input that does not affect the loss. No
+        `.grad` is touched. Raises RegularizerError if the loss depends on none of them.
+        """
         total = 0.0
         sums = [torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in inputs]
         with _evaluation_mode(self.model):

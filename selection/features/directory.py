@@ -92,9 +92,11 @@ def write_manifest(directory: str | Path) -> Path:
 
 
 def open_directory(directory: str | Path, flag: str = "features") -> FeatureDirectory:
-    """Open a directory and check its shards; an unchanged directory is checked once per process. Raises SelectionError:
-    a manifest that is missing or has another format or version; a shard that is missing, truncated, of another dim or
-    dtype than in the manifest, or changed since; a repeated id."""
+    """Open a directory and check its shards; an unchanged directory is checked once per process.
+
+    Raises SelectionError: a manifest that is missing or has another format or version; a shard that is missing,
+    truncated, of another dim or dtype than in the manifest, or changed since; a repeated id.
+    """
     root = Path(directory)
     try:
         status = (root / MANIFEST).stat()

@@ -126,9 +126,11 @@ def sendable_rows(x: Any, low: int, high: int) -> Any:
 
 
 def load_features(path: str | Path, *, rows: int | None = None, flag: str = "features") -> np.ndarray:
-    """Open a `.npy` matrix as a read-only memory map; nothing in it is executed. rows: required number of rows, one per
-    record. flag: the user's name for the file, for messages. Raises SelectionError for a missing or foreign file, a
-    wrong shape or dtype, or another number of rows."""
+    """Open a `.npy` matrix as a read-only memory map; nothing in it is executed.
+
+    rows: required number of rows, one per record. flag: the user's name for the file, for messages.
+    Raises SelectionError for a missing or foreign file, a wrong shape or dtype, or another number of rows.
+    """
     path = Path(path)
     if path.exists() and not path.is_file():
         raise SelectionError(f"{flag}: {path} is no file; save one array with numpy.save")

@@ -73,9 +73,12 @@ def pool_features(
     normalise: bool = True,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> np.ndarray:
-    """Pool a model's last hidden states over each text: float32 (len(texts), D), in the order of `texts`. pooling: see
-    `Pooling`. normalise: to L2 norm 1. Texts are encoded in order of length, so that batches have little padding. A
-    text without a token gets the zero vector. Raises SelectionError for other shapes, or states that are not finite."""
+    """Pool a model's last hidden states over each text: float32 (len(texts), D), in the order of `texts`.
+
+    pooling: see `Pooling`. normalise: to L2 norm 1. Texts are encoded in order of length, so that batches have little
+    padding. A text without a token gets the zero vector. Raises SelectionError for other shapes, or states that are not
+    finite.
+    """
     if batch_size < 1:
         raise SelectionError(f"batch_size must be at least 1, not {batch_size}")
     if pooling not in POOLINGS:

@@ -169,9 +169,11 @@ def _candidate_pairs(
 def first_matches(
     count: int, keyed: Iterable[Keyed], second: Callable[[np.ndarray], np.ndarray], memory: int
 ) -> np.ndarray:
-    """Return (count,) int64: for each row the first row with the same key and second value, or itself. keyed, memory:
-    as for `sort_keys`; rows missing from it match nothing. second: function from rows to values. The keys are 64-bit
-    hashes: rows that share one by chance are few, and held in memory."""
+    """Return (count,) int64: for each row the first row with the same key and second value, or itself.
+
+    keyed, memory: as for `sort_keys`; rows missing from it match nothing. second: function from rows to values. The
+    keys are 64-bit hashes: rows that share one by chance are few, and held in memory.
+    """
     first = build_array(count, np.int64, np.arange)
     crowds = DuplicateClusters(keyed, memory)
     met: dict[tuple[int, int], int] = {}

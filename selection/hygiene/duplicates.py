@@ -73,8 +73,10 @@ def rows_in_blocks(mask: np.ndarray) -> Iterator[np.ndarray]:
 
 def choose_bands(threshold: float, permutations: int, recall: float) -> tuple[int, int]:
     """Return (bands, rows): the most rows per band for which a pair at `threshold` is proposed with at least `recall`.
+
     A pair of similarity s shares at least one band with probability 1 − (1 − s^rows)^bands; more rows mean fewer pairs
-    to compare. Raises SelectionError if not even one row per band reaches the recall."""
+    to compare. Raises SelectionError if not even one row per band reaches the recall.
+    """
     for rows in range(permutations, 0, -1):
         bands = permutations // rows
         if 1 - (1 - threshold**rows) ** bands >= recall:

@@ -343,9 +343,11 @@ def mean_cost(
     index: np.ndarray | None = None,
     cost: str = "sqeuclidean",
 ) -> float:
-    """Return Σ_ij a_i b_j c(x_i, y_j), the unit of a relative ε, over the rows `index` of x (None: all). a: `weights`
-    of these rows; b: `target_weights`, of y; both uniform if None. Squared distances: Σ_i a_i |x_i − ȳ|² + Σ_j b_j |y_j
-    − ȳ|²; cosine costs: half of these for rows of length one. x is read a few MiB at a time."""
+    """Return Σ_ij a_i b_j c(x_i, y_j), the unit of a relative ε, over the rows `index` of x (None: all).
+
+    a: `weights` of these rows; b: `target_weights`, of y; both uniform if None. Squared distances: Σ_i a_i |x_i − ȳ|² +
+    Σ_j b_j |y_j − ȳ|²; cosine costs: half of these for rows of length one. x is read a few MiB at a time.
+    """
     rows = scaled_features(y, cost)
     b = unit_weights(target_weights, len(rows))
     centre = b @ rows

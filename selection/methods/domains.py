@@ -110,8 +110,10 @@ class DomainsSelector(Selector):
 
 def allocate_quotas(shares: np.ndarray, sizes: np.ndarray, budget: int) -> np.ndarray:
     """Return integers that add up to `budget` ≤ Σ sizes, none above its size: largest remainders, ties to the earlier.
+
     The excess of full domains is redistributed among those with room, by their shares; if no domain with a share has
-    room left, by the room of the others."""
+    room left, by the room of the others.
+    """
     quotas = np.zeros(len(shares), dtype=np.int64)
     while (remaining := budget - int(quotas.sum())) > 0:
         room = sizes - quotas
@@ -128,9 +130,11 @@ def allocate_quotas(shares: np.ndarray, sizes: np.ndarray, budget: int) -> np.nd
 def sample_domains(
     domains: Sequence[str | None], count: int, *, ids: Sequence[str], seed: int
 ) -> dict[str, np.ndarray]:
-    """Return up to `count` rows of each domain, ascending: those whose (seed, id) hash to the smallest numbers. So a
-    sample does not depend on the order of rows, nor on other domains. Rows without a domain are in none. Raises
-    SelectionError if no row has a domain."""
+    """Return up to `count` rows of each domain, ascending: those whose (seed, id) hash to the smallest numbers.
+
+    So a sample does not depend on the order of rows, nor on other domains. Rows without a domain are in none.
+    Raises SelectionError if no row has a domain.
+    """
     key = hashlib.sha256(f"domain sample\x1f{seed}".encode()).digest()
     samples: dict[str, list[tuple[int, int]]] = {}
     for row, (name, identity) in enumerate(zip(domains, ids, strict=True)):
@@ -161,9 +165,12 @@ def domain_distances(
     seed: int = 0,
     cost: str = "sqeuclidean",
 ) -> dict[str, float]:
-    """Return OT_ε(sample of a domain, target) by domain, smallest first. samples: domain → (n, d) features. target: (M,
-    d). epsilon: multiple of the mean cost over all samples, so that all domains share one ε, in units of cost, and the
-    distances can be compared. cost: as in `sinkhorn_potentials`. Raises SelectionError."""
+    """Return OT_ε(sample of a domain, target) by domain, smallest first.
+
+    samples: domain → (n, d) features. target: (M, d). epsilon: multiple of the mean cost over all samples, so that all
+    domains share one ε, in units of cost, and the distances can be compared. cost: as in `sinkhorn_potentials`.
+    Raises SelectionError.
+    """
     from flatshift.selection.transport import sinkhorn_potentials  # imports torch
 
     if not samples:

@@ -98,9 +98,12 @@ class StreamedEvaluator:
         self._on_rows = on_rows
 
     def evaluate(self, g: Tensor, nearest: bool = False, start: Evaluation | None = None) -> Evaluation:
-        """Evaluate F at g in one pass over the rows. `nearest` costs a fiftieth of a pass more. start: an evaluation at
-        a g a few ε away. Its f, a log-sum per row, then replaces the row maxima: they need not be computed, and the
-        shift by them is a column of the GEMM. Tiles for which it is too far away for float32 use their row maxima."""
+        """Evaluate F at g in one pass over the rows. `nearest` costs a fiftieth of a pass more.
+
+        start: an evaluation at a g a few ε away. Its f, a log-sum per row, then replaces the row maxima: they need not
+        be computed, and the shift by them is a column of the GEMM. Tiles for which it is too far away for float32 use
+        their row maxima.
+        """
         rows, n, m = self.rows, len(self.rows.a), len(self.rows.b)
         total_rows = self._team.rows_of_all
         rows.prepare(g, self.epsilon)

@@ -77,9 +77,11 @@ class ProcessTeam:
         return buffer
 
     def run_on_first(self, work: Callable[[], tuple[Any, ...]], device: torch.device) -> tuple[Any, ...]:
-        """Run `work` on the first member only, and return its result (tensors on `device`, plain values) on all. The
-        others meanwhile sleep in the group's broadcast, with gloo without using a processor. Raises the exception of
-        `work` on the first member, and SelectionError with its message on the others."""
+        """Run `work` on the first member only, and return its result (tensors on `device`, plain values) on all.
+
+        The others meanwhile sleep in the group's broadcast, with gloo without using a processor. Raises the exception
+        of `work` on the first member, and SelectionError with its message on the others.
+        """
         if self.size == 1:
             return work()
         message: list[Any] = [None]
@@ -114,9 +116,11 @@ class ProcessTeam:
         return np.concatenate(shards).view(rows.dtype).reshape(-1, *rows.shape[1:])
 
     def agree(self, error: SelectionError | OSError | None) -> None:
-        """Raise on every member the error of the first member that has one; no-op if none has. A single process raises
-        `error` itself; so does a team for errors that include their place (BadRow, TooLittleMemory); for others, a
-        SelectionError, or an OSError with the first member's errno."""
+        """Raise on every member the error of the first member that has one; no-op if none has.
+
+        A single process raises `error` itself; so does a team for errors that include their place (BadRow,
+        TooLittleMemory); for others, a SelectionError, or an OSError with the first member's errno.
+        """
         if self.size == 1:
             if error is not None:
                 raise error

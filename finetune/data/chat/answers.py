@@ -89,9 +89,11 @@ class AssistantSpans:
         self._tails: dict[str, int] = {}  # text after the content → number of its characters that end the turn
 
     def samples(self, conversation: Conversation, *, last_only: bool) -> list[RenderedConversation]:
-        """Return the examples of a conversation; the one with its last turn is first. Raises TemplateRenderError if the
-        template raises, AmbiguousTemplate if the answers cannot be located exactly, and with `last_only` ValueError if
-        the last turn has `weight: 0`."""
+        """Return the examples of a conversation; the one with its last turn is first.
+
+        Raises TemplateRenderError if the template raises, AmbiguousTemplate if the answers cannot be located exactly,
+        and with `last_only` ValueError if the last turn has `weight: 0`.
+        """
         turns = conversation.supervised(last_only=last_only)
         try:
             if self.template.tagged(conversation.tools):
