@@ -78,8 +78,11 @@ class Shingler:
 
 
 def window_hashes(codes: np.ndarray, counts: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the hashes of all runs of `size` codes within one text. codes: (T,) unsigned integers, text after text.
-    counts: (n,) codes of each text. Returns hashes (uint64) and their (n,) counts."""
+    """Return the hashes of all runs of `size` codes within one text.
+
+    codes: (T,) unsigned integers, text after text. counts: (n,) codes of each text. Returns hashes (uint64) and their
+    (n,) counts.
+    """
     total = len(codes) - size + 1
     window_counts = np.maximum(counts - size + 1, 0)
     if total < 1:

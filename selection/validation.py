@@ -17,7 +17,9 @@ from flatshift.selection.lazy import np
 
 def feature_matrix(value: Any, side: str) -> Any:
     """Return `value` if it is a non-empty matrix of real numbers: arrays and memory maps as they are, never copied.
-    Tensors and nested lists become arrays. Raises SelectionError."""
+
+    Tensors and nested lists become arrays. Raises SelectionError.
+    """
     array = value
     if hasattr(value, "detach"):  # a torch tensor; NumPy has no bfloat16
         tensor = value.detach().cpu()
@@ -102,8 +104,10 @@ class Settings:
         self.check()
 
     def check(self) -> None:
-        """Raise SelectionError for a value that cannot work; classes add what concerns several fields. The message
-        begins with the field's name, so that a recipe loader can add where it was set."""
+        """Raise SelectionError for a value that cannot work; classes add what concerns several fields.
+
+        The message begins with the field's name, so that a recipe loader can add where it was set.
+        """
         for name, hint, bounds in _checked_fields(type(self)):  # type: ignore[arg-type]
             value = getattr(self, name)
             if value is None and type(None) in get_args(hint):

@@ -97,8 +97,11 @@ class RowChecks:
     def add(
         self, split: Split, source: int, rows: Sequence[Row], encoded: EncodedRows, start: int, encoder: Any
     ) -> None:
-        """Check a chunk of rows with their encoding. source: index of their source in the split. start: examples of the
-        split before these. encoder: of these rows; for conversations it knows which keys it reads."""
+        """Check a chunk of rows with their encoding.
+
+        source: index of their source in the split. start: examples of the split before these. encoder: of these rows;
+        for conversations it knows which keys it reads.
+        """
         examples: dict[str, list[int]] = {}
         for number, example in enumerate(encoded.examples):
             examples.setdefault(example.where, []).append(number)
@@ -185,8 +188,10 @@ class RowChecks:
         return {*(getattr(columns, name, name) for name in names), self._features or "", *_SELECTION_COLUMNS}
 
     def close(self, train: ColumnarExamples, names: Sequence[str] | None) -> list[dict[str, Any]]:
-        """Return the findings as plain values; `locate_findings` turns them into sentences. train: the training
-        examples. names: the classes in head order."""
+        """Return the findings as plain values; `locate_findings` turns them into sentences.
+
+        train: the training examples. names: the classes in head order.
+        """
         findings: list[dict[str, Any]] = []
 
         def note(kind: str, text: str, tally: _FindingCount, total: int | None = None) -> None:
@@ -358,8 +363,10 @@ class _NearDuplicateFinder:
             band.append(keys)
 
     def pairs(self, split: Split) -> Iterator[tuple[int, int, float]]:
-        """Yield each row of a split that is nearly a training row, that row, and their similarity. Only the first
-        training row with a given key in a band is compared."""
+        """Yield each row of a split that is nearly a training row, that row, and their similarity.
+
+        Only the first training row with a given key in a band is compared.
+        """
         if split not in self._signatures or "train" not in self._signatures:
             return
         shape = (-1, self._settings.permutations)

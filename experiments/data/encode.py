@@ -211,8 +211,10 @@ class RowSurvey:
 
 
 def survey_rows(recipe: Recipe) -> RowSurvey:
-    """Count the rows and collect the classes or targets, if they must be known, without keeping a row. Raises UserError
-    for bad rows, a split without rows, and whatever `assign_rows` refuses."""
+    """Count the rows and collect the classes or targets, if they must be known, without keeping a row.
+
+    Raises UserError for bad rows, a split without rows, and whatever `assign_rows` refuses.
+    """
     data, task = recipe.data, recipe.task
     sources = list_source_files(data)
     needs_labels = task.has_classes and task.labels is None
@@ -244,8 +246,11 @@ def survey_rows(recipe: Recipe) -> RowSurvey:
 
 
 def stream_rows(recipe: Recipe, survey: RowSurvey, skipped: list[str]) -> Routed:
-    """Stream the rows of every split. Raises UserError as `read_rows`, for a source without rows, and if the number of
-    rows differs from that of `survey_rows`."""
+    """Stream the rows of every split.
+
+    Raises UserError as `read_rows`, for a source without rows, and if the number of rows differs from that of
+    `survey_rows`.
+    """
     for split, sources in list_source_files(recipe.data).items():
         route, position, counts = survey.routes[split], 0, list[int]()
         for row in iter_source_rows(recipe.data, recipe.task, sources, counts, skipped=skipped):

@@ -33,8 +33,11 @@ def check_answer_room(recipe: Recipe, splits: Mapping[Split, Sequence[Example]])
 
 
 def check_positions(recipe: Recipe) -> None:
-    """Raise UserError for a `train.max_length` above the backbone's position table. For architectures whose sizes are
-    unknown, the model itself is checked later (`flatshift.finetune.train.stage.check_length`)."""
+    """Raise UserError for a `train.max_length` above the backbone's position table.
+
+    For architectures whose sizes are unknown, the model itself is checked later
+    (`flatshift.finetune.train.stage.check_length`).
+    """
     from flatshift.finetune.models.backbone import open_backbone
     from flatshift.finetune.planner.sizes import BackboneSizes
     from flatshift.finetune.train.stage import positions_left
@@ -51,8 +54,10 @@ def check_positions(recipe: Recipe) -> None:
 
 
 def iter_position_warnings(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> Iterator[str]:
-    """Yield a warning if the longest example has more tokens than the positions in the backbone's config.json. Does not
-    apply to learned position tables: `check_positions` already refuses a larger `train.max_length`."""
+    """Yield a warning if the longest example has more tokens than the positions in the backbone's config.json.
+
+    Does not apply to learned position tables: `check_positions` already refuses a larger `train.max_length`.
+    """
     from flatshift.finetune.models.backbone import open_backbone
     from flatshift.finetune.models.families import usable_positions
 
@@ -67,7 +72,9 @@ def iter_position_warnings(recipe: Recipe, splits: Iterable[Sequence[Example]]) 
 
 def check_memory(recipe: Recipe, train: Sequence[Example]) -> None:
     """Refuse a rank or batch that exceeds this machine's memory, and an optimizer step that repeats rows too often.
-    Anything that might fit is left to the plan and to the run itself: estimates are rough. Raises UserError."""
+
+    Anything that might fit is left to the plan and to the run itself: estimates are rough. Raises UserError.
+    """
     from flatshift.finetune.compute.memory import machine_memory
     from flatshift.finetune.figures import format_bytes
     from flatshift.finetune.models.backbone import open_backbone
@@ -116,8 +123,10 @@ def format_evaluation_plan(
     share: int = 1,
     seconds: float | None = None,
 ) -> str | None:
-    """Return the memory and time of the evaluation as a sentence; None without rows or known backbone sizes. share:
-    ranks that have different rows. seconds: predicted time of an optimizer step, if known."""
+    """Return the memory and time of the evaluation as a sentence; None without rows or known backbone sizes.
+
+    share: ranks that have different rows. seconds: predicted time of an optimizer step, if known.
+    """
     from flatshift.finetune.models.backbone import open_backbone
     from flatshift.finetune.planner.footprint import plan_evaluation
     from flatshift.finetune.planner.sizes import BackboneSizes

@@ -89,8 +89,10 @@ def iter_source_rows(
     skipped: list[str],
     keys: RowKeys | None = None,
 ) -> Iterator[Row]:
-    """Stream the usable rows of the sources of a split, and append the number of each source's rows to `counts`. keys:
-    receives every row. Raises UserError as `SourceFiles.rows`, and for a source without a usable row."""
+    """Stream the usable rows of the sources of a split, and append the number of each source's rows to `counts`.
+
+    keys: receives every row. Raises UserError as `SourceFiles.rows`, and for a source without a usable row.
+    """
     for source in sources:
         counts.append(0)
         before = len(skipped)
@@ -197,8 +199,10 @@ def build_mixture(data: Data, sizes: Sequence[int]) -> Mixture | None:
 
 
 def count_source_epochs(batches: TrainingDataLoader, mixture: Mixture | None, steps: int) -> list[dict[str, Any]]:
-    """Return for each source its share, its examples, and the epochs that `steps` optimizer steps take. Raises
-    UserError: a source with `when_over: refuse` ends before the run does."""
+    """Return for each source its share, its examples, and the epochs that `steps` optimizer steps take.
+
+    Raises UserError: a source with `when_over: refuse` ends before the run does.
+    """
     total = batches.samples_in(steps)
     if mixture is None:
         return [{"name": None, "share": 1.0, "examples": len(batches), "drawn": total, "epochs": total / len(batches)}]
@@ -239,8 +243,10 @@ def mixture_record(mixture: Mixture) -> list[dict[str, Any]]:
 
 
 def check_classes(recipe: Recipe, names: Sequence[str] | None) -> None:
-    """Raise UserError if a classifier has fewer than two classes. names: the classes in head order; None for a task
-    without classes."""
+    """Raise UserError if a classifier has fewer than two classes.
+
+    names: the classes in head order; None for a task without classes.
+    """
     task = recipe.task
     if names is None or len(names) > 1 or task.multi:
         return
@@ -291,8 +297,10 @@ def check_eos_counts(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> Non
 
 
 def check_strict_sources(recipe: Recipe, train: Sequence[Example], mixture: Mixture | None, *, seed: int) -> None:
-    """Refuse a source with `when_over: refuse` that ends before the fine-tune, before anything is trained. seed: of the
-    stage. Raises UserError as `count_source_epochs` does."""
+    """Refuse a source with `when_over: refuse` that ends before the fine-tune, before anything is trained.
+
+    seed: of the stage. Raises UserError as `count_source_epochs` does.
+    """
     if mixture is None or not mixture.strict:
         return
     count_source_epochs(build_preview_loader(recipe, train, mixture, seed=seed), mixture, recipe.train.steps)
@@ -301,8 +309,10 @@ def check_strict_sources(recipe: Recipe, train: Sequence[Example], mixture: Mixt
 def build_preview_loader(
     recipe: Recipe, train: Sequence[Example], mixture: Mixture | None, *, seed: int
 ) -> TrainingDataLoader:
-    """Return a data loader of the stage for counting, before there is a model; rows are padded with zeros. seed: of the
-    stage. Raises UserError as `TrainingDataLoader` does."""
+    """Return a data loader of the stage for counting, before there is a model; rows are padded with zeros.
+
+    seed: of the stage. Raises UserError as `TrainingDataLoader` does.
+    """
     from flatshift.finetune.models.backbone import open_backbone
 
     settings, task = recipe.train, recipe.task

@@ -106,8 +106,10 @@ class PreparedData:
 
 
 def read_splits(recipe: Recipe) -> SplitRows:
-    """Read train, dev and test rows; hold out `data.holdout` where dev or test name no files; apply limits. Raises
-    UserError for missing files or columns, bad rows, and splits without a usable row."""
+    """Read train, dev and test rows; hold out `data.holdout` where dev or test name no files; apply limits.
+
+    Raises UserError for missing files or columns, bad rows, and splits without a usable row.
+    """
     data, task = recipe.data, recipe.task
     sources = list_source_files(data)
     skipped: list[str] = []

@@ -100,7 +100,9 @@ def run_context(
     probe: FineTuneProbe | None = None,
 ) -> Iterator[RunContext]:
     """Open the context of a run on this rank: its threads are set, signals caught and trackers open in the block.
-    world: None for a single process."""
+
+    world: None for a single process.
+    """
     if world is None:
         if recipe.mesh.size > 1 or recipe.mesh.auto:
             raise UserError("mesh: a cell of a sweep or study trains on one device; leave every axis at 1 and auto off")
@@ -173,7 +175,9 @@ class OpenStage:
 @contextmanager
 def open_stage(context: RunContext, plan: StagePlan) -> Iterator[OpenStage]:
     """Load model and data of a stage; the body calls `trainer.fit`; report and free the optimizer's memory afterwards.
-    A context manager, so that the training loop runs in the caller's frame."""
+
+    A context manager, so that the training loop runs in the caller's frame.
+    """
     recipe, console, path = context.recipe, context.console, context.run.path
     folder = path / "stages" / plan.name
     adapter, done = folder / "adapter", folder / DONE
@@ -323,8 +327,10 @@ def _report_plan(
 
 
 def _report_capacity(context: RunContext, plan: StagePlan, engine: Engine, batches: TrainingDataLoader) -> None:
-    """Report the capacity of the adapter compared with the information in the stage's labels. Always in the log; on the
-    console if the adapter has less. Only for ranks with whole tensors, which know its size."""
+    """Report the capacity of the adapter compared with the information in the stage's labels.
+
+    Always in the log; on the console if the adapter has less. Only for ranks with whole tensors, which know its size.
+    """
     names, mesh = plan.prepared.label_names, context.recipe.mesh
     bits = bits_per_label(plan.task, None if names is None else len(names))
     if bits is None or mesh.tp * mesh.pp > 1:

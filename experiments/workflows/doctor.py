@@ -100,8 +100,10 @@ def read_requirements() -> list[Requirement]:
 
 
 def check_versions(problems: Findings, notes: Findings) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Check the versions of the core packages, and find the installed extras. Returns ({package: {installed, wanted,
-    ok}}, {extra: {installed, gives, get}})."""
+    """Check the versions of the core packages, and find the installed extras.
+
+    Returns ({package: {installed, wanted, ok}}, {extra: {installed, gives, get}}).
+    """
     try:
         requirements = read_requirements()
     except ImportError:
@@ -140,8 +142,10 @@ def _version_row(requirement: Requirement) -> dict[str, Any]:
 
 
 def describe_cpu() -> dict[str, Any]:
-    """Return the model, usable cores (affinity and container quota), and the fast bf16 instructions of the CPU. Does
-    not use `flatshift.finetune.machine`, so that it works in a broken installation."""
+    """Return the model, usable cores (affinity and container quota), and the fast bf16 instructions of the CPU.
+
+    Does not use `flatshift.finetune.machine`, so that it works in a broken installation.
+    """
     info = _read_proc("cpuinfo")
     flags = set(info.get("flags", info.get("Features", "")).split())
     return {

@@ -68,8 +68,10 @@ def build_document(
     few_shot: FewShot | None,
     trained: Sequence[str],
 ) -> dict[str, Any]:
-    """Return the content of evaluation.json; `splits`: the rows that all subjects were evaluated on. Raises UserError
-    for a value in `trained` that no row has."""
+    """Return the content of evaluation.json; `splits`: the rows that all subjects were evaluated on.
+
+    Raises UserError for a value in `trained` that no row has.
+    """
     values = {
         split: [str(row.values[group_by]) for row in rows] if group_by else [""] for split, rows in splits.items()
     }

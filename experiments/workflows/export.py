@@ -125,8 +125,10 @@ def export_run(
 
 
 def _open_run_adapter(path: Path, recipe: Recipe, *, alone: bool) -> SavedAdapter | None:
-    """Return the run's adapter; None for soft tokens. Raises UserError for an adapter that fits changed frozen weights,
-    and for soft tokens that would be added to."""
+    """Return the run's adapter; None for soft tokens.
+
+    Raises UserError for an adapter that fits changed frozen weights, and for soft tokens that would be added to.
+    """
     if recipe.adapter.projector is not None:
         raise UserError(
             f"{path}: PEFT alone would load its soft tokens without the projector (adapter.projector); hand on "

@@ -133,8 +133,10 @@ def rank_rows(
     *,
     window: int,
 ) -> RankingResult:
-    """Rank the candidates of every row under every seed. The model must be in evaluation mode already. window: maximum
-    tokens of a text."""
+    """Rank the candidates of every row under every seed.
+
+    The model must be in evaluation mode already. window: maximum tokens of a text.
+    """
     try:
         result = RankingResult(notes=check_prompt(few_shot.prompt, tokenizer))
     except UserError as error:

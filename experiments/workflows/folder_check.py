@@ -140,8 +140,10 @@ def to_single_float32_process(recipe: Recipe) -> Recipe:
 
 @contextlib.contextmanager
 def compute_expected(run: ExportedRun, *, added: Sequence[tuple[Path, float]] = ()) -> Iterator[ExpectedAnswers]:
-    """Compute the answers of backbone + adapter in float32; their files are deleted at the end of the block. added:
-    other adapters whose changes are added, and their weights."""
+    """Compute the answers of backbone + adapter in float32; their files are deleted at the end of the block.
+
+    added: other adapters whose changes are added, and their weights.
+    """
     recipe = to_single_float32_process(run.recipe)
     tokenizer = open_backbone(recipe.backbone).tokenizer
     available = available_memory()
@@ -232,8 +234,10 @@ def _build_request(run: ExportedRun, expected: ExpectedAnswers, folder: Folder) 
 
 
 def run_offline(command: Sequence[object], packages: Sequence[str], **environment: str) -> tuple[int, str]:
-    """Run this Python with `command`, without access to the hub; `packages` go on its path. Returns the exit code, and
-    the last line on stderr, else that code in words."""
+    """Run this Python with `command`, without access to the hub; `packages` go on its path.
+
+    Returns the exit code, and the last line on stderr, else that code in words.
+    """
     environment |= {"HF_HUB_OFFLINE": "1"}
     if packages:
         environment["PYTHONPATH"] = os.pathsep.join([*packages, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -314,8 +318,10 @@ def _run_inputs(recipe: Recipe, labels: tuple[str, ...] | None, tokenizer: Any) 
 
 
 def draw_inputs(recipe: Recipe, tokenizer: Any, config: Any) -> dict[str, Any]:
-    """Return rows of plain tokens drawn by `train.seed`, for a run whose own rows are unavailable. All end with the
-    same token, as a head over an encoder-decoder requires."""
+    """Return rows of plain tokens drawn by `train.seed`, for a run whose own rows are unavailable.
+
+    All end with the same token, as a head over an encoder-decoder requires.
+    """
     vocabulary = min(len(tokenizer), config.get_text_config().vocab_size)
     plain = np.setdiff1d(np.arange(vocabulary), tokenizer.all_special_ids)
     size = (_ROWS, min(_TOKENS, recipe.train.max_length))
@@ -389,8 +395,10 @@ def _compute_logits(model: Any, prompt: list[int], answer: list[int], start: int
 def load_streamed(
     recipe: Recipe, labels: tuple[str, ...] | None, adapter: Path, *, added: Sequence[tuple[Path, float]] = ()
 ) -> Any:
-    """Build backbone + adapter in float32; frozen weights stay in their files until their block runs. added: other
-    adapters whose changes are added to the frozen weights, and their weights."""
+    """Build backbone + adapter in float32; frozen weights stay in their files until their block runs.
+
+    added: other adapters whose changes are added to the frozen weights, and their weights.
+    """
     from peft import LoraConfig, get_peft_model
 
     skeleton: Any = build_skeleton(recipe.backbone, task=recipe.task, label_names=labels)

@@ -319,8 +319,10 @@ class UsageExample:
 
 
 def usage_example(task: Task, tokenizer: Any, label_names: Sequence[str] | None) -> UsageExample:
-    """Return code that calls a model of `task` with inputs formatted as in training. label_names: classes in head
-    order, if the task has any."""
+    """Return code that calls a model of `task` with inputs formatted as in training.
+
+    label_names: classes in head order, if the task has any.
+    """
     if task.traits.masks_tokens:
         answer = "print(tokenizer.decode(logits[0, ids[0] == tokenizer.mask_token_id].argmax(-1)))"
         return UsageExample("text", answer, ask=[f"text = 'some {tokenizer.mask_token} text'"])

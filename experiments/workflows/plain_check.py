@@ -213,8 +213,10 @@ def generate_tokens(model: Any, prompt: Mapping[str, Any], request: Mapping[str,
 def answer_greedily(
     model: Any, prompt: Mapping[str, Any], request: Mapping[str, Any], ends: list[int]
 ) -> dict[str, Any]:
-    """Return the greedy answer without its end token, and True if it ended by one. Of the folder's settings only the
-    end tokens are used: a run applies no penalties and forces no tokens."""
+    """Return the greedy answer without its end token, and True if it ended by one.
+
+    Of the folder's settings only the end tokens are used: a run applies no penalties and forces no tokens.
+    """
     import transformers
 
     base = model.get_base_model() if request["backbone"] is not None else model

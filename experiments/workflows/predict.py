@@ -95,8 +95,10 @@ class Predictor:
         return task.columns() if task.traits.is_answer_level else task.input_format.columns()
 
     def __call__(self, rows: Sequence[Row | str | Mapping[str, Any]]) -> list[Record]:
-        """Return a record for each row that is not skipped, in order: its id, its input, and the predictions. Raises
-        UserError for a row that cannot be shown to the model."""
+        """Return a record for each row that is not skipped, in order: its id, its input, and the predictions.
+
+        Raises UserError for a row that cannot be shown to the model.
+        """
         read = [row if isinstance(row, Row) else self._read_row(row, i) for i, row in enumerate(rows, start=1)]
         if not read:
             return []

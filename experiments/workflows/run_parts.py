@@ -124,8 +124,10 @@ def check_finished(path: Path) -> None:
 
 
 def check_last_checkpoint(path: Path, steps: int) -> None:
-    """Raise UserError if an ended run is to be trained to another `steps` and its last checkpoint is damaged. The steps
-    since the checkpoint before it would be repeated with another schedule."""
+    """Raise UserError if an ended run is to be trained to another `steps` and its last checkpoint is damaged.
+
+    The steps since the checkpoint before it would be repeated with another schedule.
+    """
     done = path / "stages" / FINE_TUNE / DONE
     if not done.is_file():
         return
@@ -139,8 +141,10 @@ def check_last_checkpoint(path: Path, steps: int) -> None:
 
 
 def check_evaluation_changes(path: Path, recipe: Recipe, before: Recipe) -> None:
-    """Raise UserError for changed evaluation settings that the rest of the training depends on. before: the current
-    recipe of the run."""
+    """Raise UserError for changed evaluation settings that the rest of the training depends on.
+
+    before: the current recipe of the run.
+    """
     done = path / "stages" / FINE_TUNE / DONE
     if recipe.task == before.task or (done.is_file() and read_json_object(done)["target_steps"] == recipe.train.steps):
         return
@@ -305,8 +309,10 @@ def initial_adapter(
 
 
 def save_initial_adapter(path: Path, recipe: Recipe, engine: Engine, log: Callable[[str], None]) -> None:
-    """Store the adapter's initial values in `path`/initial; an adapter to start from is copied. Collective. Heads and
-    other whole modules of `adapter.start` are loaded too if the task has them in the same shape."""
+    """Store the adapter's initial values in `path`/initial; an adapter to start from is copied. Collective.
+
+    Heads and other whole modules of `adapter.start` are loaded too if the task has them in the same shape.
+    """
     directory = path / INITIAL
     if recipe.adapter.start is None:
         if has_custom_init(recipe.adapter) and not directory.is_dir():

@@ -151,8 +151,10 @@ def write_samples(
     *,
     console: Console | None = None,
 ) -> list[list[str]]:
-    """Generate `sampling.samples` texts after each row's prompt, except those already in `saved`. name: of the model,
-    as the key of saved texts. console: shows the progress."""
+    """Generate `sampling.samples` texts after each row's prompt, except those already in `saved`.
+
+    name: of the model, as the key of saved texts. console: shows the progress.
+    """
     check_generative(task)
     if task.traits.encoder_decoder:
         raise UserError(f"{name}: --samples continues prompts, and task.kind: {task.kind} has an encoder; use generate")

@@ -175,8 +175,10 @@ def _tokenize_with_each(
 def _parallel_rows(
     rows: Sequence[Row], groups: Mapping[str, Any], reference: str | None, parallel: str, notes: list[str]
 ) -> dict[str, tuple[Any, Any]]:
-    """Return for each group the rows that the reference has too, and those of the reference, pair by pair. If several
-    rows of a group have the same key, the first one counts."""
+    """Return for each group the rows that the reference has too, and those of the reference, pair by pair.
+
+    If several rows of a group have the same key, the first one counts.
+    """
     if reference is None:
         return {}
     keys: dict[str, dict[str, int]] = {group: {} for group in groups}

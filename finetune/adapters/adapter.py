@@ -166,7 +166,9 @@ def read_adapter_under(name: str, model: PeftModel) -> dict[str, LowRankOffset]:
 
 def attach_on_meta(backbone: PreTrainedModel, adapter: Adapter, *, task: TraitsTask, dtype: torch.dtype) -> PeftModel:
     """Wrap a backbone without weights (`flatshift.finetune.models.meta`) in the same way; no tensor has a value yet.
-    dtype: of everything that trains."""
+
+    dtype: of everything that trains.
+    """
     new_parameters = tuple(getattr(backbone, "new_parameters", ()))
     config = lora_config(backbone, adapter, task=task, new_parameters=new_parameters)
     model = _wrap_with_peft(backbone, config, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
@@ -275,8 +277,11 @@ def _check_written(temporary: Path, tensors: Mapping[str, torch.Tensor], directo
 
 
 def peft_tensor_name(name: str, layers: Mapping[str, Any]) -> str:
-    """Return the name in PEFT's file for a trained parameter's plain name. layers: the adapted layers by plain name;
-    their own bias (and newly initialised weight) is in the layer that PEFT wraps."""
+    """Return the name in PEFT's file for a trained parameter's plain name.
+
+    layers: the adapted layers by plain name; their own bias (and newly initialised weight) is in the layer that PEFT
+    wraps.
+    """
     owner, _, leaf = name.rpartition(".")
     if owner in layers:
         name = f"{owner}.base_layer.{leaf}"

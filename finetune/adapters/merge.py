@@ -236,7 +236,9 @@ def _expert_layers(model: PreTrainedModel, adapter: Path) -> dict[str, tuple[str
 
 def _file_changes(model: PreTrainedModel, changes: dict[str, WeightDelta]) -> Iterator[tuple[str, str, WeightDelta]]:
     """Yield for each tensor of the files that changes: its key there, its key in the merged files, and the change.
-    Raises UserError for experts that the files store neither one by one nor all in one tensor."""
+
+    Raises UserError for experts that the files store neither one by one nor all in one tensor.
+    """
     checkpoint: Any = model.checkpoint
     for name, change in changes.items():
         if name in checkpoint.converted:
@@ -264,7 +266,9 @@ def _expert_parts(model: PreTrainedModel, name: str, change: WeightDelta) -> Ite
 
 def spot_check(model: PreTrainedModel, out: Path, changes: dict[str, WeightDelta], *, rows: int = 4) -> float:
     """Return the largest difference between `rows` rows of each changed weight as written and as recomputed in float64.
-    model: as for `merge_files`. Relative to the largest value of the row; includes rounding to the stored dtype."""
+
+    model: as for `merge_files`. Relative to the largest value of the row; includes rounding to the stored dtype.
+    """
     checkpoint: Any = model.checkpoint
     written = read_index(out)
     maximum = 0.0
@@ -301,8 +305,11 @@ def _tied_weights(model: PreTrainedModel, name: str) -> list[str]:
 
 
 def _untie(model: PreTrainedModel, names: Sequence[str]) -> None:
-    """Untie the model's head from its embedding, in its config. Raises UserError if no setting unties them, or if that
-    has other effects (an encoder-decoder scales the input of a tied head)."""
+    """Untie the model's head from its embedding, in its config.
+
+    Raises UserError if no setting unties them, or if that has other effects (an encoder-decoder scales the input of a
+    tied head).
+    """
     config = model.config.get_text_config()
     ties = any(getattr(owner, "tie_word_embeddings", False) for owner in (model.config, config))
     if len(names) > 2 or not ties or model.config.is_encoder_decoder:

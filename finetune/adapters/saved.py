@@ -149,8 +149,10 @@ def _read_run_record(path: Path) -> tuple[Mapping[str, Any] | None, str | None]:
 
 
 def check_same_settings(saved: SavedAdapter, tensors: Mapping[str, Tensor], model: PeftModel, *, context: str) -> None:
-    """Raise one UserError that lists every setting in which the adapter `saved` differs from that of `model`. tensors:
-    of `saved` by plain name. model: built from the recipe, on meta or not."""
+    """Raise one UserError that lists every setting in which the adapter `saved` differs from that of `model`.
+
+    tensors: of `saved` by plain name. model: built from the recipe, on meta or not.
+    """
     live = {name: (layer.r[ADAPTER], layer.scaling[ADAPTER]) for name, layer in lora_layers(model).items()}
     stored = saved.scales(tensors)
     if any(name.endswith(".lora_A.weight") and ".experts." in name for name in tensors):

@@ -283,8 +283,10 @@ def write_projector(model: Any, directory: Path) -> None:
 
 
 def check_projector(model: Any, directory: str | Path) -> None:
-    """Raise UserError if the projector in `directory` injects features elsewhere than that of `model`. Does nothing if
-    either has none. A damaged file is reported by `read_projector`."""
+    """Raise UserError if the projector in `directory` injects features elsewhere than that of `model`.
+
+    Does nothing if either has none. A damaged file is reported by `read_projector`.
+    """
     from safetensors import safe_open
 
     projector: Projector | None = getattr(model, "features_before", None)

@@ -157,8 +157,10 @@ def ratio_interval(
     transform: Callable[[NDArray], NDArray] | None = None,
     **options: Any,
 ) -> BootstrapInterval:
-    """Bootstrap Σ numerator / Σ denominator, for example nats per token over documents; then `transform` it. 0/0 is not
-    finite, so null. options: keyword arguments of `bootstrap_interval`."""
+    """Bootstrap Σ numerator / Σ denominator, for example nats per token over documents; then `transform` it.
+
+    0/0 is not finite, so null. options: keyword arguments of `bootstrap_interval`.
+    """
     return bootstrap_interval([numerator, denominator], ratio_statistic(transform), **options)
 
 

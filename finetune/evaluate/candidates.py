@@ -72,8 +72,11 @@ def tokenize_candidates(tokenizer: Any, texts: Sequence[tuple[str, str, str]], b
 def score_candidates(
     model: Any, items: Sequence[Sequence[Candidate]], inference: EvalBatching, *, shared: bool | None = None
 ) -> list[list[NDArray[np.float64]]]:
-    """Return log p of every scored token of every candidate of every item. The model must be in evaluation mode.
-    shared: None tests whether the model's cache can be repeated; False scores every candidate separately."""
+    """Return log p of every scored token of every candidate of every item.
+
+    The model must be in evaluation mode. shared: None tests whether the model's cache can be repeated; False scores
+    every candidate separately.
+    """
     if shared is None:
         shared = _can_repeat_cache(model, items, inference)
     if not shared:

@@ -158,7 +158,9 @@ class Evaluator:
         self, true: Sequence[int], scores: np.ndarray, *, log_odds: bool = True
     ) -> dict[str, BootstrapInterval]:
         """Return `accuracy, f1_macro, matthews, majority_floor` of the class with the highest of the scores (N, K).
-        log_odds: scores are log-likelihoods up to a constant per example, so that probabilities can be derived."""
+
+        log_odds: scores are log-likelihoods up to a constant per example, so that probabilities can be derived.
+        """
         predicted = scores.argmax(-1).tolist()
         names = self.class_names(scores.shape[1])
         self.columns["label"] = [names[k] for k in true]

@@ -253,7 +253,9 @@ class _TokenCriterion:
 
 def context_overflow(model: Any, prompt: Sequence[int], max_new_tokens: int, *, apart: bool) -> str | None:
     """Describe the limit that a prompt and its answer exceed, as in `the backbone's 96 positions`; None if they fit.
-    apart: encoder and decoder have separate positions."""
+
+    apart: encoder and decoder have separate positions.
+    """
     limit = usable_positions(model.config)
     soft = getattr(model, "soft_tokens", 0)  # they take positions before every prompt, and features before them
     needed = max(len(prompt), 1 + max_new_tokens) if apart else len(prompt) + max_new_tokens

@@ -121,8 +121,10 @@ class DocumentCounts(TokenCounts):
     """Unicode code points"""
 
     def metrics(self, *, figures: dict[str, ResampledMetric], **bootstrap: Any) -> dict[str, BootstrapInterval]:
-        """Return the metrics computed from "document"; `figures` receives each as a `ResampledMetric`. bootstrap:
-        settings of `ratio_interval`."""
+        """Return the metrics computed from "document"; `figures` receives each as a `ResampledMetric`.
+
+        bootstrap: settings of `ratio_interval`.
+        """
         metrics = {}
         for name, function in metric_functions("document").items():
             values, counts, transform = function(self)

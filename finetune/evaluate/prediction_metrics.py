@@ -136,7 +136,11 @@ def multilabel_metrics(
     **bootstrap: Any,
 ) -> dict[str, BootstrapInterval]:
     """Return the metrics computed from "sets", with intervals, of n examples with C classes; `figures` receives each.
-    true, logits: (n, C). bootstrap: `resamples, confidence, seed`. Raises UserError: no example."""
+
+    true, logits: (n, C).
+    bootstrap: `resamples, confidence, seed`.
+    Raises UserError: no example.
+    """
     n = len(true)
     return _frequency_metrics("sets", LabelSets(true, logits), np.arange(n), n, figures=figures, **bootstrap)
 
@@ -180,8 +184,10 @@ def f1_floor(sets: LabelSets, weights: NDArray) -> NDArray:
 
 
 def matthews(pairs: LabelPairs, weights: NDArray) -> NDArray:
-    """Return (R,) Matthews correlation for K classes, 0 if true or predicted is a single class. (n·Σhits − Σ tₖpₖ) /
-    √((n² − Σtₖ²)(n² − Σpₖ²)): Gorodkin, Comput. Biol. Chem. 28 (2004), eq. 8."""
+    """Return (R,) Matthews correlation for K classes, 0 if true or predicted is a single class.
+
+    (n·Σhits − Σ tₖpₖ) / √((n² − Σtₖ²)(n² − Σpₖ²)): Gorodkin, Comput. Biol. Chem. 28 (2004), eq. 8.
+    """
     (hits, true, predicted), n = pairs.count(weights), weights.sum(-1)
     covariance = hits.sum(-1) * n - (true * predicted).sum(-1)
     return _safe_ratio(covariance, np.sqrt((n**2 - (true**2).sum(-1)) * (n**2 - (predicted**2).sum(-1))))

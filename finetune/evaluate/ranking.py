@@ -30,8 +30,10 @@ _VECTORS = 1 << 26
 
 
 def rank_choices(model: Any, examples: Sequence[Example], inference: EvalBatching, *, task: LossTask) -> np.ndarray:
-    """Return the log-likelihood in nats of every choice of every example, (N, K) float64. The model must be in
-    evaluation mode (`evaluating`). Each example has K `choices`."""
+    """Return the log-likelihood in nats of every choice of every example, (N, K) float64.
+
+    The model must be in evaluation mode (`evaluating`). Each example has K `choices`.
+    """
     if not _can_repeat_cache(model, examples, inference, task):
         return _rank_separately(model, examples, inference, task)
     scores = np.zeros((len(examples), len(examples[0].choices or ())))

@@ -145,8 +145,10 @@ class MixtureTransport:
 
 
 def self_transport(x: np.ndarray, mixtures: np.ndarray, *, epsilon: float, cost: str = "sqeuclidean") -> np.ndarray:
-    """Return (K,): OT_ε(w, w) of each row w of `mixtures` (K, n) over the rows of x (n, d). Memory: 8·n² bytes. Both
-    potentials are one function p = −ε log u, u_i = Σ_j w_j K_ij / u_j, and the value is 2 Σ w p."""
+    """Return (K,): OT_ε(w, w) of each row w of `mixtures` (K, n) over the rows of x (n, d). Memory: 8·n² bytes.
+
+    Both potentials are one function p = −ε log u, u_i = Σ_j w_j K_ij / u_j, and the value is 2 Σ w p.
+    """
     points = scaled_features(x, cost)
     kernel = squared_distances(points - points.mean(0))
     np.fill_diagonal(kernel, 0.0)

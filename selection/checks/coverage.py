@@ -42,8 +42,11 @@ class Coverage:
 def target_coverage(
     x: Any, y: np.ndarray, g: np.ndarray, *, cost: str = "sqeuclidean", seed: int = 0, progress: Progress | None = None
 ) -> Coverage:
-    """Find the nearest pool rows of all targets, or in large pools of those with the largest g. One pass over x (N, d),
-    read in chunks. y (M, d): target features, g (M,): their potentials, large where coverage is bad."""
+    """Find the nearest pool rows of all targets, or in large pools of those with the largest g.
+
+    One pass over x (N, d), read in chunks. y (M, d): target features, g (M,): their potentials, large where coverage is
+    bad.
+    """
     affordable = int(_WORK / (x.shape[0] * x.shape[1]))
     worst = np.argsort(-np.asarray(g), kind="stable")[: max(_FEWEST, affordable)]
     pool = x if cost == "sqeuclidean" else ConvertedRows(x, lambda rows: scaled_features(rows, cost))

@@ -144,8 +144,10 @@ class FeatureCache:
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file that becomes `path` on normal exit and is removed otherwise. Raises SelectionError if it cannot be
-    written, OSError if the disk is full."""
+    """Open a file that becomes `path` on normal exit and is removed otherwise.
+
+    Raises SelectionError if it cannot be written, OSError if the disk is full.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -51,8 +51,11 @@ class FeatureDirectory(ShardedRows):
 
 
 def write_manifest(directory: str | Path) -> Path:
-    """Write the manifest of the shards `*.npy` in `directory`, in the order of their names; return its path. Raises
-    SelectionError for shards that do not match, and for .ids files that are missing or have another number of lines."""
+    """Write the manifest of the shards `*.npy` in `directory`, in the order of their names; return its path.
+
+    Raises SelectionError for shards that do not match, and for .ids files that are missing or have another number of
+    lines.
+    """
     root = Path(directory)
     files = sorted(root.glob("*.npy"))
     if not files:

@@ -159,8 +159,10 @@ class SentenceLayout:
 
 
 def read_layout(directory: str | Path) -> SentenceLayout | None:
-    """Read the layout of `directory`; None if it is no sentence-transformers directory (no modules.json). Raises
-    SelectionError for unknown modules or poolings, rather than following a layout only in part."""
+    """Read the layout of `directory`; None if it is no sentence-transformers directory (no modules.json).
+
+    Raises SelectionError for unknown modules or poolings, rather than following a layout only in part.
+    """
     root = Path(directory)
     if not (root / "modules.json").is_file():
         return None

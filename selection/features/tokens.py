@@ -128,7 +128,9 @@ def text_sums(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 def ngram_keys(flat: np.ndarray, lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the keys (uint64) of all uni- and bigrams of some texts, and the number (int64) of each one's text.
-    Unigrams first, then bigrams; a unigram's key is its token, a bigram's is above `size`."""
+
+    Unigrams first, then bigrams; a unigram's key is its token, a bigram's is above `size`.
+    """
     tokens = flat.astype(np.uint64)
     text_of = np.repeat(np.arange(len(lengths)), lengths)
     same_text = text_of[1:] == text_of[:-1]

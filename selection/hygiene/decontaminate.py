@@ -81,7 +81,9 @@ class Decontaminator:
 
     def contaminated(self, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (rows, owner): the contaminated rows, ascending, and the evaluation text that each shares words with.
-        alive: (N,) bool, the rows not dropped yet; only they count for identifying ordinary phrases."""
+
+        alive: (N,) bool, the rows not dropped yet; only they count for identifying ordinary phrases.
+        """
         every_row, every_hit = self._rows.array(), self._hits.array()
         if self.settings.common is not None:
             occurs = np.zeros(self.ngrams, dtype=np.int64)

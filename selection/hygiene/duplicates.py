@@ -58,8 +58,10 @@ class ExactDuplicates:
         self._digests.append(np.frombuffer(raw, dtype="<u8"))
 
     def first(self, alive: np.ndarray) -> np.ndarray:
-        """Return (N,) int64: for each row the first alive row with its text, or itself. alive: (N,) bool; the other
-        rows match nothing."""
+        """Return (N,) int64: for each row the first alive row with its text, or itself.
+
+        alive: (N,) bool; the other rows match nothing.
+        """
         digests = self._digests.array().reshape(-1, 2)
         living = ((digests[rows, 0], rows) for rows in rows_in_blocks(alive))
         return first_matches(len(digests), living, lambda rows: digests[rows, 1], self.memory)
@@ -100,8 +102,11 @@ class MinHasher:
         self.b = draw.integers(0, 1 << 32, permutations, dtype=np.uint64).astype(np.uint32)
 
     def signatures(self, hashes: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Return (permutations, n) uint32: the smallest value of each map over each text's shingles. hashes: (S,)
-        uint64, text after text. counts: (n,) shingles of each text; a text without any gets the largest value."""
+        """Return (permutations, n) uint32: the smallest value of each map over each text's shingles.
+
+        hashes: (S,) uint64, text after text. counts: (n,) shingles of each text; a text without any gets the largest
+        value.
+        """
         full = np.flatnonzero(counts)
         out = np.full((len(self.a), len(counts)), np.uint32(0xFFFFFFFF))
         if not len(full):
@@ -136,7 +141,9 @@ class MinHasher:
 
 def band_keys(signatures: np.ndarray, bands: int, rows: int) -> np.ndarray:
     """Return (bands, n) uint64: one key for each band of each text; equal keys mean equal values in all its rows.
-    signatures: (permutations ≥ bands·rows, n) uint32."""
+
+    signatures: (permutations ≥ bands·rows, n) uint32.
+    """
     grid = signatures[: bands * rows].reshape(bands, rows, -1)
     keys = np.zeros((bands, grid.shape[2]), np.uint64)
     for row in range(rows):
@@ -253,8 +260,10 @@ class _ShingleSets:
         self._values.append(np.concatenate(sets))
 
     def equal(self, memory: int) -> np.ndarray:
-        """Return (C,) int64: the first set equal to each set, by size and the sum of its mixed hashes. memory: bytes
-        for sorting these sums."""
+        """Return (C,) int64: the first set equal to each set, by size and the sum of its mixed hashes.
+
+        memory: bytes for sorting these sums.
+        """
         values, borders = self._values.array(), self._borders.array()
         count = len(borders) - 1
         sums = GrowingArray(np.uint64)

@@ -142,8 +142,10 @@ _WORDS_AT_ONCE = 1 << 17
 
 
 def repetition_shares(texts: Sequence[str], *, top: int = 3, repeated: int = 6) -> dict[str, np.ndarray]:
-    """Return name → (n,) float64 in [0, 1], 0 if a text is too short. top: number of n = 2, 3, … for the commonest
-    n-gram. repeated: number of n = 5, 6, … for repeated n-grams."""
+    """Return name → (n,) float64 in [0, 1], 0 if a text is too short.
+
+    top: number of n = 2, 3, … for the commonest n-gram. repeated: number of n = 5, 6, … for repeated n-grams.
+    """
     lines = np.array([_repeated_shares(text.split("\n")) for text in texts]).reshape(-1, 2)
     paragraphs = np.array([_repeated_shares(_PARAGRAPH.split(text)) for text in texts]).reshape(-1, 2)
     shares = {

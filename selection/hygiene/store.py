@@ -77,8 +77,10 @@ class GrowingArray:
 
 
 def build_array(count: int, dtype: Any, make: Callable[[int, int], Any]) -> np.ndarray:
-    """Build a writable array of `count` values; `make(low, high)` returns those of a block, or one for all of it. The
-    file of a large array is written here and not through the map, so that a full disk raises OSError."""
+    """Build a writable array of `count` values; `make(low, high)` returns those of a block, or one for all of it.
+
+    The file of a large array is written here and not through the map, so that a full disk raises OSError.
+    """
     out = GrowingArray(dtype)
     for low, high in block_ranges(count):
         out.append(np.broadcast_to(make(low, high), high - low))
@@ -92,8 +94,11 @@ _ROW_BYTES = 48  # bytes per row while a run is sorted: key and row before and a
 
 
 def sort_keys(keyed: Iterable[Keyed], memory: int) -> Iterator[Keyed]:
-    """Yield blocks of keys in ascending order, equal ones in the order of their rows. keyed: blocks whose rows ascend,
-    also from one block to the next. memory: bytes for sorting a run, without effect on the result."""
+    """Yield blocks of keys in ascending order, equal ones in the order of their rows.
+
+    keyed: blocks whose rows ascend, also from one block to the next. memory: bytes for sorting a run, without effect on
+    the result.
+    """
     capacity = max(memory // _ROW_BYTES, 1)
     keys, rows = GrowingArray(np.uint64), GrowingArray(np.int64)
     borders = [0]
@@ -139,8 +144,11 @@ def _sort_blocks(blocks: list[Keyed]) -> Keyed:
 
 
 def _merge_runs(keys: np.ndarray, rows: np.ndarray, borders: list[int], window: int) -> Iterator[Keyed]:
-    """Merge the runs between `borders`. Each step takes from every run the keys up to the end of the window that ends
-    first; if equal keys continue beyond it, later runs keep theirs for a later step."""
+    """Merge the runs between `borders`.
+
+    Each step takes from every run the keys up to the end of the window that ends first; if equal keys continue beyond
+    it, later runs keep theirs for a later step.
+    """
     starts, ends = borders[:-1], borders[1:]
     while any(low < end for low, end in zip(starts, ends, strict=True)):
         reach = [min(low + window, end) for low, end in zip(starts, ends, strict=True)]

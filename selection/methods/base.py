@@ -56,8 +56,10 @@ class Pool:
         return next(len(value) for value in self.__dict__.values() if value is not None)
 
     def draw(self, seed: int, purpose: str) -> np.ndarray:
-        """Return (N,) float64 in (0, 1): a draw for each row, keyed by (seed, purpose, id), not by its position. Rows
-        that share an id get different draws, by order of appearance."""
+        """Return (N,) float64 in (0, 1): a draw for each row, keyed by (seed, purpose, id), not by its position.
+
+        Rows that share an id get different draws, by order of appearance.
+        """
         key = hashlib.sha256(f"{purpose}\x1f{seed}".encode()).digest()
 
         def digest(text: str) -> int:
@@ -161,8 +163,10 @@ class Selector(Settings):
     __hash__ = object.__hash__
 
     def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None, **inputs: Any) -> Self:
-        """Check the parameters and score every row of `pool` against `target`. progress: called as (stage, done,
-        total). inputs: those that only some methods take, such as `negative`."""
+        """Check the parameters and score every row of `pool` against `target`.
+
+        progress: called as (stage, done, total). inputs: those that only some methods take, such as `negative`.
+        """
         self.check()
         check_chunk(getattr(self, "chunk", None))
         self._fit(pool, target, progress or (lambda stage, done, total: None), **inputs)
@@ -203,8 +207,10 @@ class Selector(Settings):
         return self.fit(replace(sides[0], features=x), replace(sides[1], features=y), progress=progress)
 
     def select(self, k: int) -> np.ndarray:
-        """Return the k best rows as int64 indices in rank order; ties by file order (`ties`). With `readings_`, the
-        first k of them, followed by rows that were never chosen. Raises SelectionError."""
+        """Return the k best rows as int64 indices in rank order; ties by file order (`ties`).
+
+        With `readings_`, the first k of them, followed by rows that were never chosen. Raises SelectionError.
+        """
         k, order = check_budget(k, len(self._fitted())), self._order()
         if self.readings_ is None:
             return order[:k]
@@ -285,8 +291,10 @@ def check_budget(k: Any, count: int) -> int:
 
 
 def require_field(pool: Pool, target: Target, field: str, method: str) -> tuple[Any, Any]:
-    """Return `field` ("texts", "tokens" or "features") of both sides, features as matrices. Raises SelectionError if
-    one is missing, tokens are of two vocabularies, or the target has no token at all."""
+    """Return `field` ("texts", "tokens" or "features") of both sides, features as matrices.
+
+    Raises SelectionError if one is missing, tokens are of two vocabularies, or the target has no token at all.
+    """
     values = []
     for name, side in (("pool", pool), ("target", target)):
         value = getattr(side, field)
@@ -369,8 +377,10 @@ def squared_distances(points: np.ndarray) -> np.ndarray:
 
 
 def move_behind(scores: np.ndarray, rows: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Return `scores` with those of `rows` (a mask) moved behind all others, if there are any, sorted by `order`. The
-    moved rows get the largest other score plus 1 plus `order` minus its smallest: finite, and larger."""
+    """Return `scores` with those of `rows` (a mask) moved behind all others, if there are any, sorted by `order`.
+
+    The moved rows get the largest other score plus 1 plus `order` minus its smallest: finite, and larger.
+    """
     if not rows.any() or rows.all():
         return scores
     floor = scores[~rows].max(initial=0.0)

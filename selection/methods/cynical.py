@@ -140,8 +140,10 @@ class CynicalSelector(TokenSelector, Cynical):
     def _select_greedily(
         self, rows: TokenRows, available: np.ndarray, goal: tuple[int, float], progress: Progress
     ) -> _GreedySelection:
-        """Run the greedy selection. available (N,): texts that may be taken, modified in place. goal: readings and
-        tokens to be reached."""
+        """Run the greedy selection.
+
+        available (N,): texts that may be taken, modified in place. goal: readings and tokens to be reached.
+        """
         counts = np.zeros(len(self._base))
         times: dict[int, int] = {}
         scores: list[float] = []

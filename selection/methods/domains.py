@@ -199,8 +199,11 @@ def choose_nearest_domains(distances: Mapping[str, float], count: int) -> list[s
 def weights_by_distance(
     distances: Mapping[str, float], domains: Sequence[str | None], *, temperature: float = 1.0
 ) -> tuple[np.ndarray, dict[str, float]]:
-    """Return row weights (N,) that sum to 1, and each domain's mass. The mass is exp(−(D − min) / (temperature·(mean −
-    min))), spread evenly over the domain's rows. Rows without a domain get 0. Equal distances give equal masses."""
+    """Return row weights (N,) that sum to 1, and each domain's mass.
+
+    The mass is exp(−(D − min) / (temperature·(mean − min))), spread evenly over the domain's rows. Rows without a
+    domain get 0. Equal distances give equal masses.
+    """
     names = list(distances)
     values = np.array([distances[name] for name in names])
     spread = float(values.mean() - values.min())

@@ -33,8 +33,10 @@ class NearestRows:
 def nearest_rows(
     x: Any, y: Any, count: int, *, chunk: int | None = None, progress: Progress | None = None
 ) -> NearestRows:
-    """Find the `count` (at most N) nearest rows of x (N, d) for each row of y (M, d); 0: only each row's target. Raises
-    SelectionError on shapes that do not match and input that is empty, not finite or overflows when squared."""
+    """Find the `count` (at most N) nearest rows of x (N, d) for each row of y (M, d); 0: only each row's target.
+
+    Raises SelectionError on shapes that do not match and input that is empty, not finite or overflows when squared.
+    """
     check_chunk(chunk)
     x = feature_matrix(x, "pool")
     targets = np.asarray(feature_matrix(y, "target"), dtype=np.float64)
@@ -104,7 +106,9 @@ def kernel_densities(
     points: np.ndarray, rows: np.ndarray, sigma: float, *, chunk: int | None = None, progress: Progress | None = None
 ) -> np.ndarray:
     """Return (R,): for each of `rows` (R,), numbers of points (U, d), Σ_j max(0, 1 − |x_i − x_j|²/σ²) over all points.
-    A point counts itself, exactly 1; all are 1 if sigma is 0. R·U·d multiplications."""
+
+    A point counts itself, exactly 1; all are 1 if sigma is 0. R·U·d multiplications.
+    """
     if sigma == 0.0:
         return np.ones(len(rows))
     u, d = points.shape

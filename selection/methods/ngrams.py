@@ -147,8 +147,10 @@ class KneserNey:
 
 
 def _discount_by_context(contexts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Discount counts grouped by ascending context. Returns the contexts, each entry's discounted share of its context,
-    and each context's mass for the lower order."""
+    """Discount counts grouped by ascending context.
+
+    Returns the contexts, each entry's discounted share of its context, and each context's mass for the lower order.
+    """
     if not len(counts):
         return np.empty(0, np.uint64), np.empty(0), np.empty(0)
     discount = kneser_ney_discounts(np.bincount(np.minimum(counts, 5).astype(np.int64), minlength=6))
@@ -161,8 +163,10 @@ def _discount_by_context(contexts: np.ndarray, counts: np.ndarray) -> tuple[np.n
 
 
 def kneser_ney_discounts(spectrum: np.ndarray) -> np.ndarray:
-    """Return (4,) discounts of counts of 0, 1, 2 and 3 or more; spectrum[c]: number of entries with the count c. Chen
-    and Goodman's estimates; if the spectrum is too thin for one (few texts), half of the count."""
+    """Return (4,) discounts of counts of 0, 1, 2 and 3 or more; spectrum[c]: number of entries with the count c.
+
+    Chen and Goodman's estimates; if the spectrum is too thin for one (few texts), half of the count.
+    """
     n1, n2, n3, n4 = (float(spectrum[c]) for c in range(1, 5))
     y = n1 / (n1 + 2.0 * n2) if n1 + n2 > 0 else 0.5
     raw = [1.0 - 2.0 * y * n2 / n1 if n1 else 0.5]

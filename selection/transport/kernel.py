@@ -53,7 +53,9 @@ def _exponentiate(tile: Tensor, stored: bool = False) -> Tensor:
 
 def _exp_in_place(tile: Tensor, stored: bool = False) -> None:
     """Compute exp of S in place, without float32 subnormals: they hold no mass, but many processors are slow on them.
-    They are clamped away, unless this thread flushes them to 0 and the tile is `stored` for threads that do not."""
+
+    They are clamped away, unless this thread flushes them to 0 and the tile is `stored` for threads that do not.
+    """
     if tile.dtype == torch.float32 and (stored or not flushes_subnormals()):
         tile.clamp_(min=-115.0)
     tile.exp2_()
@@ -206,8 +208,11 @@ class StoredKernel:
         return log_v
 
     def scale(self, log_v: Tensor, log_z: Tensor | None = None, omega: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Return the row sums' logarithm log z (n,) and column sums (M,) for v; one read of E. With `log_z` of the
-        previous call and ω > 1 the row update is over-relaxed: log z ← (1 − ω) log z_old + ω log(E v)."""
+        """Return the row sums' logarithm log z (n,) and column sums (M,) for v; one read of E.
+
+        With `log_z` of the previous call and ω > 1 the row update is over-relaxed: log z ← (1 − ω) log z_old + ω log(E
+        v).
+        """
         rows, n = self.rows, len(self.rows.a)
         shift = float(log_v.max() + log_v.min()) / 2
         v = (log_v - shift).exp()

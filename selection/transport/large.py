@@ -199,8 +199,10 @@ class _LargeSolver:
     def predict_overlap(
         self, best: Evaluation, ahead: Tensor | None, threshold: SelectionThreshold | None
     ) -> tuple[float, int]:
-        """Return the overlap with the converged selection, predicted from the next correction, and iterations. ahead:
-        the g of the correction, None if it is still to be computed. threshold: of the selection, in best.f."""
+        """Return the overlap with the converged selection, predicted from the next correction, and iterations.
+
+        ahead: the g of the correction, None if it is still to be computed. threshold: of the selection, in best.f.
+        """
         sample, iterations = self.sample, 0
         assert sample is not None
         f = sample.evaluate(best.g).f
@@ -374,8 +376,10 @@ def draw_stratified(a: np.ndarray, size: int, seed: int, team: ProcessTeam) -> n
 
 
 def _anderson_mix(tried: list[tuple[Tensor, Tensor]], b: Tensor) -> Tensor:
-    """Return Anderson's combination of the images G(g_k): weights that sum to 1 and minimise Σ α_k (G(g_k) − g_k). The
-    subsample errs in the same few slow modes at every correction; the combination learns them."""
+    """Return Anderson's combination of the images G(g_k): weights that sum to 1 and minimise Σ α_k (G(g_k) − g_k).
+
+    The subsample errs in the same few slow modes at every correction; the combination learns them.
+    """
     images = torch.stack([image for _, image in tried])
     residuals = (images - torch.stack([point for point, _ in tried])) * b.sqrt()
     if len(tried) == 1:

@@ -99,8 +99,10 @@ class ProcessTeam:
         return tuple(value.to(device) if isinstance(value, Tensor) else value for value in message[0])
 
     def gather_rows(self, rows: np.ndarray, device: torch.device) -> np.ndarray | None:
-        """Return every member's array (n_r, …), stacked by rank, on the first member; None on the others. device: one
-        that the group's backend can send from."""
+        """Return every member's array (n_r, …), stacked by rank, on the first member; None on the others.
+
+        device: one that the group's backend can send from.
+        """
         if self.size == 1:
             return rows
         counts = self.gather(len(rows))

@@ -80,8 +80,10 @@ class StateDirectory:
         return self.directory / f"pass-{passes:04d}-process-{self.team.rank}.npz"
 
     def save(self, standing: SolverState) -> None:
-        """Write atomically, then remove older passes once every process has written this one. Raises SelectionError if
-        it cannot be written, OSError if the disk is full; the previous pass is kept."""
+        """Write atomically, then remove older passes once every process has written this one.
+
+        Raises SelectionError if it cannot be written, OSError if the disk is full; the previous pass is kept.
+        """
         assert standing.best is not None
         best = standing.best
         arrays = {"best_g": best.g, "best_f": best.f, "best_column": best.column, "nearest": best.nearest}

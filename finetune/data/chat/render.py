@@ -19,7 +19,9 @@ MAX_OUTPUT = 1 << 25
 
 def render_jinja(request: dict[str, Any]) -> dict[str, Any]:
     """Return `text` and `blocks` of a rendering by transformers, or the reason of a `failure` or `syntax` error.
-    request: the arguments of `render_jinja_template`."""
+
+    request: the arguments of `render_jinja_template`.
+    """
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 
