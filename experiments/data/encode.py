@@ -33,7 +33,6 @@ from flatshift.finetune.data.labels import Units, iter_classes, sort_labels
 from flatshift.finetune.data.remote import DataFile, RemoteFile
 from flatshift.finetune.data.rows import Row
 from flatshift.finetune.data.token_cache import TokenCache, content_key
-from flatshift.finetune.digests import file_sha256
 from flatshift.finetune.errors import UserError, user_path
 from flatshift.finetune.tasks import Task
 from flatshift.finetune.tasks.regress import standardised_layer
@@ -316,7 +315,8 @@ def _cache_key(recipe: Recipe, names: Sequence[str | None]) -> str:
     tokenizer = hashlib.sha256(f"{version('tokenizers')} {version('transformers')}".encode())
     for file in non_weight_files(open_backbone(recipe.backbone).directory):
         tokenizer.update(f"\x1f{file.name}\x1f".encode())
-        tokenizer.update(bytes.fromhex(file_sha256(file)))
+        with file.open("rb") as handle:
+            tokenizer.update(hashlib.file_digest(handle, "sha256").digest())
     values = {
         "inputs": names,
         "parts": sources,
