@@ -23,7 +23,7 @@ def side_by_side_chapter(runs: Sequence[RunResults]) -> Chapter | None:
     if len(trained) < 2:
         return None
     names = _unique_names(trained)
-    sections = [_settings_section(trained, names), *_metric_sections(trained, names), *_curve_sections(trained, names)]
+    sections = [_settings_section(trained, names), *_metric_sections(trained, names), _curve_section(trained, names)]
     return Chapter(SIDE_BY_SIDE, f"{len(trained)} runs", _finding(trained, names), [], [], sections, weight=1000)
 
 
@@ -86,8 +86,7 @@ def _metric_sections(runs: Sequence[RunResults], names: Sequence[str]) -> list[S
     for split in (s for s in ("test", "dev") if sum(s in run.eval for run in runs) > 1):
         evaluated = [(run, name) for run, name in zip(runs, names, strict=True) if split in run.eval]
         table = _metric_table([run for run, _ in evaluated], [name for _, name in evaluated], split)
-        if table is not None:
-            sections.append(Section(f"Figures of {split}", [table]))
+        sections.append(Section(f"Figures of {split}", [table]))
     return sections
 
 
@@ -151,7 +150,7 @@ def _finding(runs: Sequence[RunResults], names: Sequence[str]) -> str:
     return f"{names[best]} beats {names[other]} in {endpoint} by {text} ({interval}, {basis})."
 
 
-def _curve_sections(runs: Sequence[RunResults], names: Sequence[str]) -> list[Section]:
+def _curve_section(runs: Sequence[RunResults], names: Sequence[str]) -> Section:
     stages = dict.fromkeys(stage for run in runs for stage in run.metrics.stages)
     charts = []
     for stage in stages:
@@ -159,5 +158,4 @@ def _curve_sections(runs: Sequence[RunResults], names: Sequence[str]) -> list[Se
         for split in ("train", "dev"):
             curves = {n: run.metrics.series(stage, split, "loss") for n, run in zip(names, runs, strict=True)}
             charts.append(overlaid_loss_chart(curves, stage=stage, split=split, unit=unit))
-    drawn = [chart for chart in charts if chart is not None]
-    return [Section("Curves", [ChartGroup(drawn)])] if drawn else []
+    return Section("Curves", [ChartGroup(charts)])

@@ -27,7 +27,6 @@ def page(document: Document) -> str:
 
 
 def _part(document: Document) -> ChapterPart:
-    """Build the chapter part of a comparison."""
     ranked = ranked_methods(document)
     clear = [name for name, m in ranked if m["primary"]["p_holm"] is not None and m["primary"]["p_holm"] < 0.05]
     base = document["baseline"]
@@ -58,7 +57,7 @@ def _part(document: Document) -> ChapterPart:
         Section("Protocol", [Notes(document["protocol"])]),
     ]
     tiles = [_method_tile(name, m, document["metric"]) for name, m in ranked if m["confirmatory"]][:4]
-    return ChapterPart("comparison", [finding], tiles, [s for s in sections if s.blocks], facts)
+    return ChapterPart("comparison", [finding], tiles, sections, facts)
 
 
 def summary_lines(document: Document) -> list[str]:

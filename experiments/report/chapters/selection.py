@@ -61,7 +61,7 @@ def part(run: RunResults) -> ChapterPart | None:
     selection = run.selection
     if selection is None:
         return None
-    sections = [*_selection_sections(run, selection), *_check_sections(selection), *_removal_sections(selection)]
+    sections = [*_selection_sections(run, selection), *_check_sections(selection), _removal_section(selection)]
     return ChapterPart("selection", [_selection_finding(selection)], _selection_tiles(selection), sections)
 
 
@@ -120,27 +120,21 @@ def _selection_tiles(selection: SelectionResults) -> list[KeyFigure]:
 
 
 def _selection_sections(run: RunResults, selection: SelectionResults) -> list[Section]:
-    blocks: list[Block] = []
     charts = [selection_charts.projection_map(selection)]
     if selection.table is not None and selection.table.num_rows:
         charts = [selection_charts.score_histogram(selection), selection_charts.domain_chart(selection), *charts]
-    if any(charts):
-        blocks.append(ChartGroup([chart for chart in charts if chart]))
-    if notes := _selection_notes(selection):
-        blocks.append(Notes(notes))
-    sections = [Section("Selection", blocks)] if blocks else []
+    sections = [Section("Selection", [ChartGroup(charts), Notes(_selection_notes(selection))])]
     if isinstance(profile := selection.about.get("profile"), dict):
         sections.append(_profile_section(profile))
     if isinstance(tried := selection.about.get("table"), list):
         sections.append(_compared_methods_section(tried, str(selection.about.get("chosen"))))
     records = _top_records(run, selection)
     cards = _cards(selection, records[:9])
-    if cards:
-        known = any(name == "nearest target" for card in cards for name, _ in card.facts)
-        near = ", with their nearest targets" if known else ""
-        spoke = _SPOKE.get(str(profile.get("spoke")), "") if isinstance(profile, dict) else ""
-        lead = f"The {len(cards)} records with the smallest scores{near}.{spoke}"
-        sections.append(Section("First choices", [Cards(cards)], lead))
+    known = any(name == "nearest target" for card in cards for name, _ in card.facts)
+    near = ", with their nearest targets" if known else ""
+    spoke = _SPOKE.get(str(profile.get("spoke")), "") if isinstance(profile, dict) else ""
+    lead = f"The {len(cards)} records with the smallest scores{near}.{spoke}"
+    sections.append(Section("First choices", [Cards(cards)], lead))
     if len(records) > len(cards):
         total = max(len(records), selection.taken if selection.table is not None else 0)
         file = f"{(selection.path / 'selected.jsonl').relative_to(run.path)} has"
@@ -198,9 +192,8 @@ def _profile_section(profile: dict[str, Any]) -> Section:
         ["sources", *(format_shares(s, "sources") for s in sides)],
     ]
     caption = f"Of up to {profile['pool']['texts']:,} texts of each side."
-    blocks: list[Block] = [Table(["", *sides], rows, caption)]
-    if profile.get("warnings"):
-        blocks.insert(0, Notes([str(sentence).capitalize() for sentence in profile["warnings"]]))
+    warnings = Notes([str(sentence).capitalize() for sentence in profile["warnings"]])
+    blocks = [warnings, Table(["", *sides], rows, caption)]
     return Section("What was chosen", blocks, "Compared with target and pool; a record that is read again counts once.")
 
 
@@ -293,11 +286,9 @@ def _check_sections(selection: SelectionResults) -> list[Section]:
     checks = selection.about.get("checks")
     if not isinstance(checks, dict):
         return []
-    blocks: list[Block] = []
-    if checks["warnings"]:
-        blocks.append(Notes([formats.capitalise(sentence) + "." for sentence in checks["warnings"]]))
+    warnings = Notes([formats.capitalise(sentence) + "." for sentence in checks["warnings"]])
     sampled = checks["rows"] < checks["of"] or checks["targets"] < checks["of_targets"]
-    blocks += [ChartGroup([selection_charts.distance_chart(checks)]), _distance_table(checks, sampled)]
+    blocks = [warnings, ChartGroup([selection_charts.distance_chart(checks)]), _distance_table(checks, sampled)]
     lead = (
         "The change of the transport distance from pool to target when the selection becomes a share λ of the mixture. "
     )
@@ -399,11 +390,11 @@ def _coverage_sections(coverage: Any) -> list[Section]:
 _EXAMPLES = 5
 
 
-def _removal_sections(selection: SelectionResults) -> list[Section]:
-    """Return one section with counts of removed records by cause and some examples, if a hygiene step ran."""
+def _removal_section(selection: SelectionResults) -> Section:
+    """Return a section with counts of removed records by cause and some examples, if a hygiene step ran."""
     hygiene = read_object(selection.path / "manifest.json").get("hygiene")
     if not isinstance(hygiene, dict):
-        return []
+        return Section("Removed from the pool", [])
     records = hygiene["records"]
     counts = dict(hygiene["dropped"])
     if hygiene["cut"]:
@@ -413,10 +404,11 @@ def _removal_sections(selection: SelectionResults) -> list[Section]:
     if examples := _read_examples(selection):
         caption = f"The first {len(examples)} with a match; drops.jsonl has every one."
         blocks.append(Table(["record", "cause", "repeats", "in", "similarity"], examples, caption, frozenset({4})))
-    if notes := _removal_notes(hygiene):
-        blocks.append(Notes(notes))
+    notes = [
+        f"{count:,} {sentence}" for step, name, sentence in _REMOVAL_NOTES if (count := hygiene.get(step, {}).get(name))
+    ]
     lead = f"{records:,} records were read, {hygiene['kept']:,} took part in the selection."
-    return [Section("Removed from the pool", blocks, lead)]
+    return Section("Removed from the pool", [*blocks, Notes(notes)], lead)
 
 
 def _read_examples(selection: SelectionResults) -> list[list[str]]:
@@ -446,9 +438,3 @@ _REMOVAL_NOTES = (
     ("decontaminate", "common", "evaluation n-grams are common in the pool and count as ordinary phrases."),
     ("near", "left_out", "pairs in large crowds of texts that share a hash were not compared."),
 )
-
-
-def _removal_notes(hygiene: dict[str, Any]) -> list[str]:
-    return [
-        f"{count:,} {sentence}" for step, name, sentence in _REMOVAL_NOTES if (count := hygiene.get(step, {}).get(name))
-    ]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import Block, ChapterPart, ChartGroup, KeyFigure, Notes, Section, Table
+from flatshift.experiments.report.blocks import ChapterPart, ChartGroup, KeyFigure, Notes, Section, Table
 from flatshift.experiments.report.chapters import sweep_verdicts
 from flatshift.experiments.report.charts import curve as curve_charts
 from flatshift.experiments.report.charts.curve import Series
@@ -160,29 +160,23 @@ def sweep_sections(data: SweepData, analysis: SweepAnalysis) -> list[Section]:
     """Return all sections of a sweep, the verdicts first."""
     sections = [_overview_section(data, analysis)]
     top = _top_directions(analysis)
-    sections += [s for d in analysis.directions if (s := _axis_section(data, d, verdicts=d not in top)) is not None]
-    sections += _random_cell_sections(data)
-    sections += _map_sections(data)
+    sections += [_axis_section(data, direction, verdicts=direction not in top) for direction in analysis.directions]
+    sections += [_random_cell_section(data) if data.design == "random" else _map_section(data)]
     axis = main_axis(data)
     if axis is not None and data.design != "random":
         charts, note = curve_charts.capacity_charts(data, axis, analysis)
-        if charts:
-            lead = (
-                "The same errors over what the adapter uses instead of over what it is allowed. Where a line turns "
-                f"back on itself, {axis} is more than one axis of capacity, and a peak along it may be no more than "
-                f"the turn.{note}"
-            )
-            sections.append(Section("Effective parameters", [ChartGroup(charts)], lead))
-        sections += _memorisation_sections(data, analysis)
-    if charts := dynamics_charts(data):
-        sections.append(Section("Training dynamics", [ChartGroup(charts)]))
+        lead = (
+            "The same errors over what the adapter uses instead of over what it is allowed. Where a line turns back on "
+            f"itself, {axis} is more than one axis of capacity, and a peak along it may be no more than the turn.{note}"
+        )
+        sections += [Section("Effective parameters", [ChartGroup(charts)], lead), _memorisation_section(data, analysis)]
+    sections.append(Section("Training dynamics", [ChartGroup(dynamics_charts(data))]))
     return [section for section in [*sections, *_table_sections(data)] if section.blocks]
 
 
 def _overview_section(data: SweepData, analysis: SweepAnalysis) -> Section:
     curves = [curve for direction in _top_directions(analysis) for curve in direction.curves]
     tables = (sweep_verdicts.verdict_table(curves, data.epsilon), sweep_verdicts.bisection_table(data))
-    blocks: list[Block] = [table for table in tables if table is not None]
     notes = _progress_notes(data)
     if data.fixed:
         fixed = ", ".join(f"{k} = {formats.axis_value(v)}" for k, v in data.fixed.items())
@@ -202,9 +196,7 @@ def _overview_section(data: SweepData, analysis: SweepAnalysis) -> Section:
     if len(data.versions) > 1:
         versions = ", ".join(f"{version} ({count:,} cells)" for version, count in data.versions)
         notes.append(f"Cells were made by different code: {versions}.")
-    if notes:
-        blocks.append(Notes(notes))
-    return Section("Sweep", blocks)
+    return Section("Sweep", [*tables, Notes(notes)])
 
 
 def _top_directions(analysis: SweepAnalysis) -> list[AxisAnalysis]:
@@ -267,19 +259,18 @@ def _threshold_notes(analysis: SweepAnalysis) -> list[str]:
     return notes
 
 
-def _axis_section(data: SweepData, direction: AxisAnalysis, *, verdicts: bool) -> Section | None:
+def _axis_section(data: SweepData, direction: AxisAnalysis, *, verdicts: bool) -> Section:
     """Build the charts of error and loss along one axis. verdicts: add their table as well."""
     axis, table = direction.axis, direction.table
-    charts = _axis_charts(data, direction)
+    title, charts = f"{direction.kind}: along {formats.axis_name(axis)}", ChartGroup(_axis_charts(data, direction))
     if not charts:
-        return None
+        return Section(title, [])
     comparison, notes = sweep_verdicts.regularizer_table(direction)
     tables = (
         sweep_verdicts.verdict_table(direction.curves, data.epsilon) if verdicts else None,
         sweep_verdicts.emc_table(direction) if axis.endswith("limit") else None,
         comparison,
     )
-    blocks: list[Block] = [ChartGroup(charts), *(table for table in tables if table is not None)]
     if direction.total > len(direction.drawn):
         notes.append(
             f"{len(direction.drawn)} of {direction.total:,} settings of the other axes are drawn, evenly chosen; "
@@ -291,12 +282,10 @@ def _axis_section(data: SweepData, direction: AxisAnalysis, *, verdicts: bool) -
             "in no curve or verdict."
         )
     notes += [f"Not evaluated: {reason}." for reason in direction.refused[:3]]
-    if notes:
-        blocks.append(Notes(notes))
-    return Section(f"{direction.kind}: along {formats.axis_name(axis)}", blocks)
+    return Section(title, [charts, *tables, Notes(notes)])
 
 
-def _axis_charts(data: SweepData, direction: AxisAnalysis) -> list[Chart]:
+def _axis_charts(data: SweepData, direction: AxisAnalysis) -> list[Chart | None]:
     axis, table = direction.axis, direction.table
     main = data.error_columns()[0].partition(".")[2]
     kinds = [kind for kind in dict.fromkeys((main, "error", "loss")) if curve_charts.train_test_series(table, kind)]
@@ -309,7 +298,11 @@ def _axis_charts(data: SweepData, direction: AxisAnalysis) -> list[Chart]:
         if len(direction.drawn) > 1 and (kind != kinds[0] or not is_capacity_axis(axis)):
             charts.append(_faceted_chart(direction, lines, name, title, curve_charts.metric_unit(kind)))
             continue
-        limits = _shared_y_limits(direction, lines, kind)
+        # One y range for all settings, so that their charts are comparable.
+        curves = [table.curve(line.column, axis, setting) for line in lines for setting in direction.drawn]
+        trained = [[(v, p) for v, p in curve if not (axis == STEP and v == 0)] for curve in curves]
+        trained = [curve for curve in trained if curve]
+        limits = curve_charts.y_limits(trained, zero=kind == "error") if trained else None
         for number, setting in enumerate(direction.drawn):
             chart = curve_charts.curve_chart(
                 table,
@@ -326,14 +319,7 @@ def _axis_charts(data: SweepData, direction: AxisAnalysis) -> list[Chart]:
                 wide=len(direction.drawn) == 1 and len(kinds) == 1,
             )
             charts.append(chart)
-    return [chart for chart in charts if chart is not None]
-
-
-def _shared_y_limits(direction: AxisAnalysis, lines: Sequence[Series], kind: str) -> tuple[float, float] | None:
-    """Return one y range for all settings, so that their charts are comparable."""
-    curves = [direction.table.curve(line.column, direction.axis, s) for line in lines for s in direction.drawn]
-    curves = [[(v, p) for v, p in c if not (direction.axis == STEP and v == 0)] for c in curves]
-    return curve_charts.y_limits([c for c in curves if c], zero=kind == "error") if any(curves) else None
+    return charts
 
 
 def _faceted_chart(direction: AxisAnalysis, lines: Sequence[Series], name: str, title: str, y: str) -> Chart | None:
@@ -355,23 +341,18 @@ def _faceted_chart(direction: AxisAnalysis, lines: Sequence[Series], name: str, 
     )
 
 
-def _random_cell_sections(data: SweepData) -> list[Section]:
-    if data.design != "random":
-        return []
+def _random_cell_section(data: SweepData) -> Section:
     kind = data.error_columns()[0].partition(".")[2]
     lines = curve_charts.train_test_series(data, kind)
     charts = [
         curve_charts.scatter_chart(data, axis, lines, name=f"sweep-cells-{number}", unit=curve_charts.metric_unit(kind))
         for number, axis in enumerate(a for a in data.axes if data.numeric(a))
     ]
-    drawn = [chart for chart in charts if chart is not None]
-    return [Section("Cells", [ChartGroup(drawn)])] if drawn else []
+    return Section("Cells", [ChartGroup(charts)])
 
 
-def _map_sections(data: SweepData) -> list[Section]:
+def _map_section(data: SweepData) -> Section:
     """Draw rank × steps from the trace, then every pair of numeric axes; word axes only if there are just two axes."""
-    if data.design == "random":
-        return []
     charts: list[Chart] = []
     note = ""
     axis, columns, epsilon = main_axis(data), data.error_columns(), data.epsilon
@@ -391,13 +372,11 @@ def _map_sections(data: SweepData) -> list[Section]:
         names = "-".join(a.rpartition(".")[2].replace("_", "-") for a in (x, y))
         for number, setting in enumerate(sample_settings(data, settings, 1 if len(pairs) > 1 else PANELS)):
             charts += heat_maps(data, x, y, setting, columns, name=f"sweep-map-{names}-{number}", epsilon=epsilon)
-    if not charts:
-        return []
     lead = f"The line is the interpolation threshold, a mean train error of {epsilon:g}.{note}"
-    return [Section("Maps", [ChartGroup(charts)], lead)]
+    return Section("Maps", [ChartGroup(charts)], lead)
 
 
-def _memorisation_sections(data: SweepData, analysis: SweepAnalysis) -> list[Section]:
+def _memorisation_section(data: SweepData, analysis: SweepAnalysis) -> Section:
     """Draw train error on clean and on noisy labels: learning compared with memorisation."""
     series = [
         Series("train.error_clean", "blue", "clean"),
@@ -421,14 +400,11 @@ def _memorisation_sections(data: SweepData, analysis: SweepAnalysis) -> list[Sec
                     *curve, name=name, title=title, unit=unit, crossing=crossing, epsilon=data.epsilon
                 )
             )
-    drawn = [chart for chart in charts if chart is not None]
-    if not drawn:
-        return []
     lead = (
         "Errors against the label that was trained on, on rows with clean and with noisy labels. Memorised: noisy rows "
         "predicted as their wrong label; recovered: predicted as their true one."
     )
-    return [Section("Memorised labels", [ChartGroup(drawn)], lead)]
+    return Section("Memorised labels", [ChartGroup(charts)], lead)
 
 
 def _table_sections(data: SweepData) -> list[Section]:
@@ -462,15 +438,10 @@ def _table_sections(data: SweepData) -> list[Section]:
         "points.csv": "the same, for spreadsheets",
         "curves.parquet": "one row per cell and recorded step",
     }
-    blocks: list[Block] = []
-    if data.versions:
-        rows = [["flatshift " + version, f"{count:,}"] for version, count in data.versions]
-        blocks.append(Table(["made by", "cells"], rows, numeric=frozenset({1})))
-    if data.files:
-        blocks.append(Notes([f"{name} next to this page: {contents[name]}." for name in data.files]))
-    if blocks:
-        sections.append(Section("Code and tables", blocks, folded=True))
-    return sections
+    rows = [["flatshift " + version, f"{count:,}"] for version, count in data.versions]
+    code = Table(["made by", "cells"], rows, numeric=frozenset({1})) if rows else None
+    notes = Notes([f"{name} next to this page: {contents[name]}." for name in data.files])
+    return [*sections, Section("Code and tables", [code, notes], folded=True)]
 
 
 def forecast_sentences(forecast: Mapping[str, Any]) -> list[str]:

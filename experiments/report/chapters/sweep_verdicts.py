@@ -42,7 +42,12 @@ def verdict_table(curves: Sequence[AnalysedCurve], epsilon: float) -> Table | No
 def _verdict_row(curve: AnalysedCurve) -> list[str]:
     peak, train = curve.verdict.peak, curve.verdict.train_peak
     row = [curve.axis.rpartition(".")[2], formats.setting(curve.setting) or "–", curve.verdict.kind]
-    row += _peak_cells(peak, curve) if peak is not None else ["–"] * 4
+    location = height = "–"
+    if peak is not None and peak.rejected:
+        location = ", ".join(_format_position(v) for v in curve.location)
+        height = formats.with_interval(dataclasses.asdict(peak.height) | {"value": peak.height.estimate})
+    detectable = "–" if peak is None else formats.number(peak.detectable.height, 2)
+    row += ["–" if peak is None else _format_p(peak), location, height, detectable]
     return [*row, format_crossing(curve.verdict.crossing), "–" if train is None else _format_p(train)]
 
 
@@ -57,16 +62,6 @@ def format_crossing(crossing: Crossing | None) -> str:
 
 def _format_p(test: PeakTest) -> str:
     return f"{test.p_value:.2g}" if test.p_value >= 1e-4 else "< 0.0001"
-
-
-def _peak_cells(peak: PeakTest, curve: AnalysedCurve) -> list[str]:
-    location = height = "–"
-    if peak.rejected:
-        location = ", ".join(_format_position(v) for v in curve.location)
-        height = formats.with_interval(
-            {"value": peak.height.estimate, "low": peak.height.low, "high": peak.height.high}
-        )
-    return [_format_p(peak), location, height, formats.number(peak.detectable.height, 2)]
 
 
 def _format_position(value: float) -> str:

@@ -195,27 +195,20 @@ def _caption(axis: str, minimum: int, maximum: int, threshold: float | None, eps
     return caption
 
 
-@dataclass(frozen=True)
-class CapacityMeasure:
-    """Measure of the capacity an adapter uses, with its unit in the name."""
-
-    column: str
-    name: str
-    definition: str
-
-
-_CAPACITIES = (
-    CapacityMeasure(
+_Capacity = tuple[str, str, str]
+"""Measure of the capacity an adapter uses: its column, its name with the unit, and its definition."""
+_CAPACITIES: tuple[_Capacity, ...] = (
+    (
         "effective_params",
         "effective parameters",
         "Effective parameters: Σ p·(d_in + d_out − p) over the adapted layers, p the participation ratio of sBA.",
     ),
-    CapacityMeasure(
+    (
         "participation",
         "participation ratio of sBA (directions)",
         "Participation ratio: (Σs²)²/Σs⁴ of the singular values of sBA, mean over the adapted layers.",
     ),
-    CapacityMeasure(
+    (
         "stable_rank",
         "stable rank of sBA (directions)",
         "Stable rank: ‖sBA‖_F²/‖sBA‖₂², mean over the adapted layers.",
@@ -223,47 +216,49 @@ _CAPACITIES = (
 )
 
 
-def capacity_charts(data: SweepData, axis: str, analysis: SweepAnalysis) -> tuple[list[Chart], str]:
+def capacity_charts(data: SweepData, axis: str, analysis: SweepAnalysis) -> tuple[list[Chart | None], str]:
     """Return (charts of the metrics over each capacity measure and of the first along `axis`, note on settings)."""
-    measures = [measure for measure in _CAPACITIES if data.has(measure.column)]
+    measures = [measure for measure in _CAPACITIES if data.has(measure[0])]
     kind = data.error_columns()[0].partition(".")[2]
     lines = train_test_series(data, kind)
     if not measures or not lines:
         return [], ""
-    charts = []
-    settings = plottable_settings(data, axis, measures[0].column)
+    charts: list[Chart | None] = []
+    settings = plottable_settings(data, axis, measures[0][0])
     drawn = sample_settings(data, settings, PANELS)
     for number, setting in enumerate(drawn, 1):
         # The other measures mostly show the same; one setting is enough to see that.
         for capacity in measures if number == 1 else measures[:1]:
             charts.append(_metric_over_capacity_chart(data, axis, setting, capacity, lines, kind, number))
             if capacity is measures[0]:
+                column, measure, _ = capacity
                 along = curve_chart(
                     data,
                     axis,
                     setting,
-                    [Series(capacity.column, "purple", "mean")],
+                    [Series(column, "purple", "mean")],
                     name=f"sweep-capacity-along-{number}",
-                    title=f"{capacity.name.capitalize()} along {formats.axis_name(axis)}",
-                    unit=capacity.name,
+                    title=f"{measure.capitalize()} along {formats.axis_name(axis)}",
+                    unit=measure,
                     crossing=analysis.crossing(axis, setting),
                     epsilon=data.epsilon,
                 )
                 charts.append(along)
-    return [chart for chart in charts if chart is not None], undrawn_note(drawn, settings)
+    return charts, undrawn_note(drawn, settings)
 
 
 def _metric_over_capacity_chart(
     data: SweepData,
     axis: str,
     setting: dict[str, Any],
-    capacity: CapacityMeasure,
+    capacity: _Capacity,
     lines: Sequence[Series],
     kind: str,
     number: int,
 ) -> Chart | None:
     """Draw metrics over mean capacity, points joined in the order of `axis`, intervals in both directions."""
-    across = dict(data.curve(capacity.column, axis, setting))
+    column, measure, definition = capacity
+    across = dict(data.curve(column, axis, setting))
     curves = {line: [(v, p) for v, p in data.curve(line.column, axis, setting) if v in across] for line in lines}
     curves = {line: curve for line, curve in curves.items() if len(curve) > 1}
     if not curves:
@@ -271,7 +266,7 @@ def _metric_over_capacity_chart(
     sizes = [p.value for p in across.values()]
     log = min(sizes) > 0 and max(sizes) / min(sizes) >= 8
     with Canvas(540, 320) as canvas:
-        ax = canvas.axes(y=metric_unit(kind), x=capacity.name + (" (log scale)" if log else ""), right=104)
+        ax = canvas.axes(y=metric_unit(kind), x=measure + (" (log scale)" if log else ""), right=104)
         if log:
             _set_log_axis(ax, min(sizes) / 1.25, max(sizes) * 1.25)
         ends = []
@@ -291,10 +286,10 @@ def _metric_over_capacity_chart(
         label_ends(ax, ends, height=canvas.height - 74)
         caption = (
             f"Points joined in the order of {axis}, whose value is next to the held-out ones; bars: 95 % "
-            f"t-intervals over seeds, both ways. {capacity.definition}"
+            f"t-intervals over seeds, both ways. {definition}"
         )
-        name = f"sweep-capacity-{capacity.column.replace('_', '-')}-{number}"
-        title = formats.title_at(f"{kind.capitalize()} over {capacity.name.partition(' (')[0]}", setting)
+        name = f"sweep-capacity-{column.replace('_', '-')}-{number}"
+        title = formats.title_at(f"{kind.capitalize()} over {measure.partition(' (')[0]}", setting)
         return canvas.chart(name, title=title, caption=caption)
 
 

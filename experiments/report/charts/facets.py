@@ -320,17 +320,16 @@ class _Layout:
     figures: Sequence[str] = ()
 
 
-def dynamics_charts(data: SweepData) -> list[Chart]:
+def dynamics_charts(data: SweepData) -> list[Chart | None]:
     """Draw one figure per quantity and setting of the axes that neither lines nor panels show; none without a trace."""
     if data.trace is None:
         return []
     layout = _choose_layout(data)
-    charts = [
+    return [
         _quantity_chart(data.trace, quantity, layout, setting, number)
         for number, setting in enumerate(data.trace.settings(layout.figures)[:_FIGURES] if layout.figures else [{}])
         for quantity in _recorded_quantities(data.trace, data.stability)
     ]
-    return [chart for chart in charts if chart is not None]
 
 
 def _choose_layout(data: SweepData) -> _Layout:

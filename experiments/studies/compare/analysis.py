@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -35,7 +35,9 @@ def analyse(plan: ComparisonPlan, outcome: ComparisonResults) -> dict[str, Any]:
     p_values = {name: endpoint["p"] for name, endpoint in primary.items() if endpoint["p"] is not None}
     for name, p in holm_adjust(p_values).items():
         primary[name]["p_holm"] = p
-    results = list(_all_results(outcome))
+    groups = [*outcome.finals.values(), *outcome.equal_time.values()]
+    results = [result for trials in outcome.trials.values() for _, result in trials]
+    results += [result for group in groups for result in group]
     reported = ("kind", "method", "task", "seed", "setting", "status", "reason")
     return {
         "recipe": plan.resolved.name,
@@ -54,14 +56,6 @@ def analyse(plan: ComparisonPlan, outcome: ComparisonResults) -> dict[str, Any]:
         "cells": len(results),
         "cpu_s": round(math.fsum(r["cpu_s"] for r in results), 1),
     }
-
-
-def _all_results(outcome: ComparisonResults) -> Iterator[Result]:
-    for trials in outcome.trials.values():
-        yield from (result for _, result in trials)
-    for group in (outcome.finals, outcome.equal_time):
-        for results in group.values():
-            yield from results
 
 
 def _majority_baseline(plan: ComparisonPlan, outcome: ComparisonResults, task: str) -> float | None:
@@ -258,7 +252,6 @@ def _control_difference(
 
 
 def _tuning_row(plan: ComparisonPlan, outcome: ComparisonResults, pair: tuple[str, str]) -> dict[str, Any]:
-    """Return one row of the tuning table."""
     runs = outcome.trials[pair]
     chosen = outcome.chosen[pair]
     return {

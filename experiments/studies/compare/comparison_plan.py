@@ -98,9 +98,9 @@ class ComparisonPlan:
         self._tried: list[tuple[str, RegularizerConfig]] = []
         for method in self.study.methods:
             for task in self.study.runs_on(method):
-                self._recipes[method, task] = self._resolve(method, task)
+                self._recipes[method, task] = self._resolved(method, task).recipe
                 for setting in first_trials(self.study, self.study.methods[method]):
-                    self._tried.append((method, self._resolve(method, task, setting).regularizer))
+                    self._tried.append((method, self._resolved(method, task, setting).recipe.regularizer))
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
@@ -191,13 +191,8 @@ class ComparisonPlan:
         cell = Cell(key, point, seed, resolved, probe=probe)
         return ComparisonRun(kind, method, task, seed, setting, recipe.train.steps, cell)
 
-    def _resolve(
-        self, method: str, task: str, setting: TrialSetting | None = None, changes: Mapping[str, Any] | None = None
-    ) -> Recipe:
-        return self._resolved(method, task, setting, changes).recipe
-
     def _resolved(
-        self, method: str, task: str, setting: TrialSetting | None, changes: Mapping[str, Any] | None
+        self, method: str, task: str, setting: TrialSetting | None = None, changes: Mapping[str, Any] | None = None
     ) -> Resolved:
         """Return the recipe of a method on a task: the base, then the task, the method, the setting, the changes."""
         overrides: list[Branch] = []
