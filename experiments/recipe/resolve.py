@@ -349,8 +349,8 @@ def _with_absolute_paths(recipe: Recipe) -> Recipe:
     if select is not None:
         sides: dict[str, Any] = {name: files(getattr(select, name)) for name in ("pool", "target", "negative", "eval")}
         hygiene = dataclasses.replace(select.hygiene, drops=names(select.hygiene.drops))
-        own = {"cache": absolute(select.cache), "from_": absolute(select.from_)}
-        select = dataclasses.replace(select, hygiene=hygiene, **sides, **own)
+        sides |= {"cache": absolute(select.cache), "from_": absolute(select.from_)}
+        select = dataclasses.replace(select, hygiene=hygiene, **sides)
     if select is not None and (features := select.own) is not None:
         paths = {name: getattr(features, name) for name in ("pool", "target", "negative")}
         paths = {name: path if is_remote(path) else absolute(path) for name, path in paths.items()}

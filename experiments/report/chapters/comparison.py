@@ -85,7 +85,6 @@ def _display_factor(metric: str) -> float:
 
 
 def _difference_unit(metric: str) -> str:
-    """Return the unit of a difference."""
     return "points" if find_metric(metric).shown_as_share else find_metric(metric).unit
 
 

@@ -176,10 +176,14 @@ def training_sections(run: RunResults) -> list[Section]:
         notes.append(
             f"The run was resumed or went back: {len(attempts)} attempts; where steps overlap, the last one is shown."
         )
-    preferences = ChartGroup(training_charts.preference_charts(run.metrics))
-    blocks = [ChartGroup(curves), preferences, ChartGroup(unfolded, small=True), Notes(notes)]
+    charts = [curves, training_charts.preference_charts(run.metrics)]
+    groups = [*map(ChartGroup, charts), ChartGroup(unfolded, small=True)]
     counters = Section("Counters of the regularizer and the machine", [ChartGroup(folded, small=True)], folded=True)
-    return [section for section in (Section("Training", blocks), _plan_section(run), counters) if section.blocks]
+    return [
+        section
+        for section in (Section("Training", [*groups, Notes(notes)]), _plan_section(run), counters)
+        if section.blocks
+    ]
 
 
 def _plan_section(run: RunResults) -> Section:

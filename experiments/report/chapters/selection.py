@@ -193,8 +193,8 @@ def _profile_section(profile: dict[str, Any]) -> Section:
     ]
     caption = f"Of up to {profile['pool']['texts']:,} texts of each side."
     warnings = Notes([str(sentence).capitalize() for sentence in profile["warnings"]])
-    blocks = [warnings, Table(["", *sides], rows, caption)]
-    return Section("What was chosen", blocks, "Compared with target and pool; a record that is read again counts once.")
+    lead = "Compared with target and pool; a record that is read again counts once."
+    return Section("What was chosen", [warnings, Table(["", *sides], rows, caption)], lead)
 
 
 def _selection_notes(selection: SelectionResults) -> list[str]:
@@ -288,7 +288,7 @@ def _check_sections(selection: SelectionResults) -> list[Section]:
         return []
     warnings = Notes([formats.capitalise(sentence) + "." for sentence in checks["warnings"]])
     sampled = checks["rows"] < checks["of"] or checks["targets"] < checks["of_targets"]
-    blocks = [warnings, ChartGroup([selection_charts.distance_chart(checks)]), _distance_table(checks, sampled)]
+    charts = ChartGroup([selection_charts.distance_chart(checks)])
     lead = (
         "The change of the transport distance from pool to target when the selection becomes a share λ of the mixture. "
     )
@@ -299,7 +299,8 @@ def _check_sections(selection: SelectionResults) -> list[Section]:
         if sampled
         else "Measured on the whole pool and target."
     )
-    distance = Section("Does the selection bring the pool nearer to the target?", blocks, lead)
+    title = "Does the selection bring the pool nearer to the target?"
+    distance = Section(title, [warnings, charts, _distance_table(checks, sampled)], lead)
     return [distance, *_coverage_sections(checks.get("coverage"))]
 
 

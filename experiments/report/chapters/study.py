@@ -159,12 +159,11 @@ def _sections(study: Study) -> list[Section]:
                     "pairs": str(c.interval.n),
                 }
             )
-    blocks = [ChartGroup(charts), table, Notes(_notes(study, differences))]
     target, descriptions, tuned = (study.about.get(key) for key in ("target", "describe", "tuned"))
     title = f"Cold, random and GOT-D warm-up × plain and GGPO{f' on {target}' if target else ''}"
     descriptions = descriptions if isinstance(descriptions, dict) else {}
     lead = " ".join(f"{find_metric(name).title.capitalize()}: {text}" for name, text in descriptions.items())
-    sections = [Section(title, blocks, lead)]
+    sections = [Section(title, [ChartGroup(charts), table, Notes(_notes(study, differences))], lead)]
     if differences:
         caption = "Seed-paired differences. Not corrected for the number of comparisons."
         paired = Table.of(differences, caption, words=("metric", "difference", "it"))

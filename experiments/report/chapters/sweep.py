@@ -114,7 +114,6 @@ def next_value_effects(data: SweepData, analysis: SweepAnalysis) -> str:
 
 
 def _other_verdicts(analysis: SweepAnalysis) -> str:
-    """Return the verdicts along the other axes."""
     directions = [d for d in analysis.directions if d.curves][1:]
     text = "; ".join(f"along {formats.axis_name(d.axis)}: {_format_verdicts(d)}" for d in directions)
     return f"{formats.capitalise(text)}." if text else ""
@@ -323,7 +322,6 @@ def _axis_charts(data: SweepData, direction: AxisAnalysis) -> list[Chart | None]
 
 
 def _faceted_chart(direction: AxisAnalysis, lines: Sequence[Series], name: str, title: str, y: str) -> Chart | None:
-    """Draw a small panel for each chosen setting."""
     panels = []
     for setting in direction.drawn:
         curves = [direction.table.curve(line.column, direction.axis, setting) for line in lines]

@@ -156,7 +156,6 @@ def _draw_band(ax: Axes, points: Sequence[tuple[float, Interval]], token: str) -
 
 
 def _draw_threshold(ax: Axes, scale: AxisScale, value: float, epsilon: float) -> None:
-    """Draw the interpolation threshold as a labelled vertical line."""
     x, (low, high) = scale.position(value), (min(scale.at.values()), max(scale.at.values()))
     left = x < low + 0.3 * (high - low)  # near the y axis the label would not fit on the left
     ax.axvline(x, color=colour("muted"), linewidth=1.3, linestyle=(0, (3, 2)), gid="threshold")
@@ -307,7 +306,6 @@ def _set_log_axis(ax: Axes, low: float, high: float) -> None:
 
 
 def _draw_intervals(ax: Axes, x: Interval, y: Interval, token: str) -> None:
-    """Draw the horizontal and vertical interval of one point."""
     if x.low is not None and x.high is not None:
         ax.plot([x.low, x.high], [y.value] * 2, color=colour(token), linewidth=2.2, alpha=0.4)
     if y.low is not None and y.high is not None:

@@ -35,6 +35,11 @@ def analyse(plan: ComparisonPlan, outcome: ComparisonResults) -> dict[str, Any]:
     p_values = {name: endpoint["p"] for name, endpoint in primary.items() if endpoint["p"] is not None}
     for name, p in holm_adjust(p_values).items():
         primary[name]["p_holm"] = p
+    controls = []
+    for control, method in study.controls.items():  # on the seeds and tasks that both have
+        shared = [t for t in informative if t in study.runs_on(control) and t in study.runs_on(method)]
+        difference = compute_endpoint(plan, outcome, method, control, shared)
+        controls.append({"method": method, "control": control, "difference": difference, "tasks": shared})
     groups = [*outcome.finals.values(), *outcome.equal_time.values()]
     results = [result for trials in outcome.trials.values() for _, result in trials]
     results += [result for group in groups for result in group]
@@ -47,10 +52,7 @@ def analyse(plan: ComparisonPlan, outcome: ComparisonResults) -> dict[str, Any]:
         "informative": informative,
         "tasks": tables,
         "methods": methods,
-        "controls": [
-            _control_difference(plan, outcome, control, method, informative)
-            for control, method in study.controls.items()
-        ],
+        "controls": controls,
         "trials": [_tuning_row(plan, outcome, pair) for pair in plan.pairs],
         "diverged": [{key: r[key] for key in reported} for r in results if r["status"] != "done"],
         "cells": len(results),
@@ -153,6 +155,10 @@ def _analyse_method(
         primary["bootstrap"] = _bootstrap_endpoint(plan, outcome, name, base, tasks)
         sign = -1 if find_metric(study.metric).lower else 1
         primary["wins"] = sum(sign * d > 0 for d in primary["by_seed"].values())
+    equal_time = None  # also if a step costs about as much as the baseline's
+    if tasks and all((name, task) in outcome.equal_time for task in tasks):
+        shorter = [outcome.equal_time[name, task] for task in tasks]
+        equal_time = _compare_sides(plan, outcome, tasks, shorter, [outcome.finals[base, task] for task in tasks])
     return {
         "note": method.note,
         "confirmatory": method.confirmatory,
@@ -160,7 +166,7 @@ def _analyse_method(
         "tasks": study.runs_on(name),
         "primary": primary,
         "all_tasks": compute_endpoint(plan, outcome, name, base, [t for t in counted if t in study.runs_on(name)]),
-        "equal_time": _equal_time_endpoint(plan, outcome, name, tasks),
+        "equal_time": equal_time,
         "step_ratio": outcome.step_ratio.get(name),
         "sharpness": _sharpness_ratio(plan, outcome, name),
     }
@@ -187,16 +193,6 @@ def _compare_sides(
     seeds = sorted(set.intersection(*(set(by_seed) for side in values for by_seed in side)))
     ours, base = ({seed: math.fsum(v[seed] for v in side) / len(side) for seed in seeds} for side in values)
     return paired_test(ours, base)
-
-
-def _equal_time_endpoint(
-    plan: ComparisonPlan, outcome: ComparisonResults, name: str, tasks: Sequence[str]
-) -> dict[str, Any] | None:
-    """Compute the endpoint with the shorter runs; None if a step costs about as much as the baseline's."""
-    if not tasks or any((name, task) not in outcome.equal_time for task in tasks):
-        return None
-    ours = [outcome.equal_time[name, task] for task in tasks]
-    return _compare_sides(plan, outcome, tasks, ours, [outcome.finals[plan.study.baseline, task] for task in tasks])
 
 
 def _sharpness_ratio(plan: ComparisonPlan, outcome: ComparisonResults, name: str) -> dict[str, Any] | None:
@@ -240,15 +236,6 @@ def _bootstrap_endpoint(
         differences.append(sides[0] - sides[1])
     rng = numpy_generator(0, "comparison", "bootstrap", ours)
     return seed_item_bootstrap(differences, resamples=plan.study.resamples, rng=rng)
-
-
-def _control_difference(
-    plan: ComparisonPlan, outcome: ComparisonResults, control: str, method: str, informative: Sequence[str]
-) -> dict[str, Any]:
-    """Compute method − control on the seeds and tasks that both have."""
-    tasks = [t for t in informative if t in plan.study.runs_on(control) and t in plan.study.runs_on(method)]
-    difference = compute_endpoint(plan, outcome, method, control, tasks)
-    return {"method": method, "control": control, "difference": difference, "tasks": tasks}
 
 
 def _tuning_row(plan: ComparisonPlan, outcome: ComparisonResults, pair: tuple[str, str]) -> dict[str, Any]:
@@ -313,7 +300,6 @@ def _metric_wording(name: str) -> tuple[str, str, str, str, str]:
 
 
 def _describe_finalists(study: Comparison) -> str:
-    """Describe the further runs of the best trials before one is chosen."""
     further = study.tuning_seeds[1:]
     if not further:
         return "."

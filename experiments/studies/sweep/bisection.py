@@ -75,10 +75,7 @@ def _training_row_count(recipe: Recipe) -> int:
 
 
 class _CellsMissing(Exception):
-    """Raised when the search needs cells with this many rows."""
-
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
+    """Raised when the search needs cells with this many rows, its only argument."""
 
 
 class _PointSearch:
@@ -105,9 +102,9 @@ class _PointSearch:
                 train_error, epsilon=epsilon, low=low, high=high, seeds=range(self.seeds)
             )
         except _CellsMissing as missing:
-            cells = list(self.base.cells([{**self.cell.written, self.search.key: missing.rows}], self.seeds))
-            self.tried[missing.rows] = cells
-            return cells
+            (rows,) = missing.args
+            self.tried[rows] = list(self.base.cells([{**self.cell.written, self.search.key: rows}], self.seeds))
+            return self.tried[rows]
         return []
 
     @property

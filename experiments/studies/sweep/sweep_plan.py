@@ -18,24 +18,6 @@ from flatshift.experiments.studies.sweep.axes import Axes, Design, ValueRange, V
 from flatshift.finetune.errors import UserError
 
 
-def plan_cells(
-    recipe: str,
-    overrides: Sequence[Branch],
-    axes: Mapping[str, Values],
-    seeds: int,
-    *,
-    design: Design = "grid",
-    points: int | None = None,
-) -> Iterator[Cell]:
-    """Yield every cell of the sweep, point by point and there seed by seed.
-
-    recipe: file or shipped name. overrides: applied to it. seeds: number of values of train.seed, starting at the
-    recipe's own. points: how many to draw (design: random), by the recipe's own train.seed. Raises UserError for an
-    unknown key, a wrong value, or axes that do not suit the design.
-    """
-    yield from SweepBase.of(recipe, overrides).plan(axes, seeds, design=design, points=points)
-
-
 @dataclasses.dataclass(frozen=True)
 class SweepBase:
     """Recipe of a sweep before any axis is applied; read once for all cells."""
@@ -83,7 +65,12 @@ class SweepBase:
     def plan(
         self, axes: Mapping[str, Values], seeds: int, *, design: Design = "grid", points: int | None = None
     ) -> Iterator[Cell]:
-        """Yield every cell of a sweep over `axes`, as `plan_cells`."""
+        """Yield every cell of a sweep over `axes`, point by point and there seed by seed.
+
+        seeds: number of values of train.seed, starting at the recipe's own. points: how many to draw (design: random),
+        by the recipe's own train.seed. Raises UserError for an unknown key, a wrong value, or axes that do not suit the
+        design.
+        """
         yield from self.cells(
             generate_points(self.check(axes), design, count=points, seed=self.recipe.train.seed), seeds
         )
@@ -207,6 +194,5 @@ def _format_tree(tree: Tree) -> str:
 
 
 def _with_seed(resolved: Resolved, seed: int) -> Resolved:
-    """Return the same recipe under another seed."""
     train = dataclasses.replace(resolved.recipe.train, seed=seed)
     return dataclasses.replace(resolved, recipe=dataclasses.replace(resolved.recipe, train=train))

@@ -48,7 +48,9 @@ def write_table(out: Path, cells: Sequence[Cell], *, columns: Mapping[str, Row] 
         row = {"cell": cell.key, **axes, "seed": cell.seed}
         for line in _planned_trace(cell, result, trace):
             curves.add({**row, **line})
-        rows.append({**row, **(columns or {}).get(cell.key, {}), **_result_metrics(result, trace)})
+        row |= (columns or {}).get(cell.key, {})
+        row |= {key: result.get(key) for key in ("status", "reason", "seconds", "flatshift", "code")}
+        rows.append(row | (_measured_metrics(result, trace) if result["status"] == "done" else {}))
         finished.add(rows[-1])
     if not rows:
         return rows
@@ -84,11 +86,6 @@ def _planned_trace(cell: Cell, result: Mapping[str, Any], trace: Sequence[Row]) 
     if recipe.record is None or (result["status"] == "done" and not trace):
         return list(trace)
     return align_to_plan(trace, recorded_steps(recipe.record, recipe.train.steps), unreached_status(result["status"]))
-
-
-def _result_metrics(result: Mapping[str, Any], trace: Sequence[Row]) -> Row:
-    metadata = {key: result.get(key) for key in ("status", "reason", "seconds", "flatshift", "code")}
-    return metadata | (_measured_metrics(result, trace) if result["status"] == "done" else {})
 
 
 def _measured_metrics(result: Mapping[str, Any], trace: Sequence[Row]) -> Row:
