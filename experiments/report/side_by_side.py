@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from flatshift.experiments.report import formats
@@ -110,7 +109,7 @@ def _metric_table(runs: Sequence[RunResults], names: Sequence[str], split: str) 
 def _format_difference(difference: Difference | None) -> str:
     if difference is None:
         return "–"
-    text = formats.with_interval(asdict(difference), plus=True)
+    text = formats.with_interval(difference, plus=True)
     return text if difference.paired or not text.endswith(")") else f"{text} †"
 
 
@@ -139,7 +138,7 @@ def _finding(runs: Sequence[RunResults], names: Sequence[str]) -> str:
     best, other = order[0], 0 if order[0] else order[1]
     difference = metric_differences(runs[best].split_evaluation(split), runs[other].split_evaluation(split))[metric]
     endpoint = f"{split} {find_metric(metric).title}"
-    if not difference.clear:
+    if not difference.excludes_zero:
         values = [f"{names[i]} has {formats.with_interval(runs[i].eval[split][metric])}" for i in (best, other)]
         return f"No run is shown to be the best in {endpoint}: {', '.join(values)}, not clearly apart."
     low, high = difference.low, difference.high

@@ -230,10 +230,10 @@ def _concat(tables: Sequence[pa.Table | None], rows: list[dict[str, Any]]) -> pa
 
 def _rows_to_table(rows: list[dict[str, Any]]) -> pa.Table:
     names = list(dict.fromkeys(key for row in rows for key in row))
-    return pa.table({name: _to_array([row.get(name) for row in rows]) for name in names})
+    return pa.table({name: to_array([row.get(name) for row in rows]) for name in names})
 
 
-def _to_array(values: list[Any]) -> pa.Array:
+def to_array(values: list[Any]) -> pa.Array:
     """Return values as a column; as text if they are lists or of incompatible types."""
     try:
         column = pa.array(values)

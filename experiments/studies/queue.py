@@ -264,7 +264,11 @@ class _Queue:
         except (EOFError, ConnectionResetError):
             reply = None
         if reply is None or not reply.fit:
-            self._dismiss(worker)
+            del self.workers[worker.number]
+            worker.process.join(timeout=10)
+            worker.process.kill()
+            worker.process.join()
+            worker.connection.close()
         cell, worker.cell = worker.cell, None
         if reply is None:
             self._handle_death(worker, cell)
@@ -310,13 +314,6 @@ class _Queue:
             if not self._count_result(cell):  # asked now that nobody else can make one
                 return cell
         return None
-
-    def _dismiss(self, worker: _Worker) -> None:
-        del self.workers[worker.number]
-        worker.process.join(timeout=10)
-        worker.process.kill()
-        worker.process.join()
-        worker.connection.close()
 
     def _handle_death(self, worker: _Worker, cell: Cell | None) -> None:
         """Count the result of a dead worker's cell, or take the cell back."""

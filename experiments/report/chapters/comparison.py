@@ -8,7 +8,6 @@ from typing import Any
 from flatshift.experiments.report import formats
 from flatshift.experiments.report.blocks import Block, ChapterPart, ChartGroup, KeyFigure, Notes, Section, Table
 from flatshift.experiments.report.charts.intervals import effect_chart
-from flatshift.experiments.report.figure import Chart
 from flatshift.experiments.report.html import render_document
 from flatshift.experiments.results.run import RunResults
 from flatshift.finetune.evaluate.metrics import find_metric
@@ -131,7 +130,19 @@ def _primary_blocks(document: Document) -> list[Block]:
         "effect found with 80 % power at these seeds. With five seeds a sign-flip p cannot go below 0.0625.",
         words=("method", "kind", "tasks"),
     )
-    blocks: list[Block] = [ChartGroup([forest_plot(document)]), table]
+    # Every method's primary endpoint with its t-interval.
+    forest = effect_chart(
+        "comparison-forest",
+        [(name, m["primary"], not m["confirmatory"]) for name, m in ranked],
+        title="Primary endpoint of every method",
+        caption="Mean over informative tasks, seed-paired, with 95 % t-intervals. Filled: confirmatory; hollow: "
+        "exploratory. In colour where Holm's correction leaves p below 0.05 (blue better, orange worse).",
+        x=f"test {find_metric(metric).title} minus {document['baseline']}, {unit}",
+        left=170,
+        scale=scale,
+        lower_is_better=find_metric(metric).lower,
+    )
+    blocks: list[Block] = [ChartGroup([forest]), table]
     if document["controls"]:
         body = []
         for control in document["controls"]:
@@ -143,22 +154,6 @@ def _primary_blocks(document: Document) -> list[Block]:
         caption = "Effect of the idea itself: method compared with its control, same seeds and tasks; not corrected."
         blocks.append(Table.of(body, caption, words=("contrast",)))
     return blocks
-
-
-def forest_plot(document: Document) -> Chart:
-    """Draw every method's primary endpoint with its t-interval; filled: confirmatory, hollow: exploratory."""
-    metric = document["metric"]
-    return effect_chart(
-        "comparison-forest",
-        [(name, m["primary"], not m["confirmatory"]) for name, m in ranked_methods(document)],
-        title="Primary endpoint of every method",
-        caption="Mean over informative tasks, seed-paired, with 95 % t-intervals. Filled: confirmatory; hollow: "
-        "exploratory. In colour where Holm's correction leaves p below 0.05 (blue better, orange worse).",
-        x=f"test {find_metric(metric).title} minus {document['baseline']}, {_difference_unit(metric)}",
-        left=170,
-        scale=_display_factor(metric),
-        lower_is_better=find_metric(metric).lower,
-    )
 
 
 def _task_section(document: Document, task: str) -> Section:

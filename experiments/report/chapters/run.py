@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from flatshift.experiments.report import formats
@@ -134,7 +133,7 @@ def _baseline_comparison(run: RunResults, split: str, cold: RunEvaluation) -> Ta
         {
             "metric": find_metric(name).title,
             "backbone": formats.with_interval(cold.metrics[name]),
-            "with the adapter, minus that": formats.with_interval(asdict(difference), plus=True),
+            "with the adapter, minus that": formats.with_interval(difference, plus=True),
         }
         for name, difference in paired.items()
     ]

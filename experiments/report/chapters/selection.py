@@ -124,7 +124,7 @@ def _selection_sections(run: RunResults, selection: SelectionResults) -> list[Se
     if selection.table is not None and selection.table.num_rows:
         charts = [selection_charts.score_histogram(selection), selection_charts.domain_chart(selection), *charts]
     sections = [Section("Selection", [ChartGroup(charts), Notes(_selection_notes(selection))])]
-    if isinstance(profile := selection.about.get("profile"), dict):
+    if profile := selection.about.get("profile", {}):
         sections.append(_profile_section(profile))
     if isinstance(tried := selection.about.get("table"), list):
         sections.append(_compared_methods_section(tried, str(selection.about.get("chosen"))))
@@ -132,7 +132,7 @@ def _selection_sections(run: RunResults, selection: SelectionResults) -> list[Se
     cards = _cards(selection, records[:9])
     known = any(name == "nearest target" for card in cards for name, _ in card.facts)
     near = ", with their nearest targets" if known else ""
-    spoke = _SPOKE.get(str(profile.get("spoke")), "") if isinstance(profile, dict) else ""
+    spoke = _SPOKE.get(str(profile.get("spoke")), "")
     lead = f"The {len(cards)} records with the smallest scores{near}.{spoke}"
     sections.append(Section("First choices", [Cards(cards)], lead))
     if len(records) > len(cards):
@@ -258,9 +258,8 @@ def _truncate(text: str, limit: int) -> str:
 
 
 def _cards(selection: SelectionResults, records: list[_TopRecord]) -> list[Card]:
-    profile = selection.about.get("profile")
-    examples = profile.get("first", []) if isinstance(profile, dict) else []
-    spoke = {str(e.get("id")): ", ".join(map(str, e.get("words", ()))) for e in examples if isinstance(e, dict)}
+    examples = selection.about.get("profile", {}).get("first", [])
+    spoke = {str(example["id"]): ", ".join(example["words"]) for example in examples}
     cards = []
     for position, (record, text, domain, near, target) in enumerate(records, 1):
         facts = [("score", _format_score(record)), ("domain", domain), ("id", str(record.get("id", "")))]
@@ -301,7 +300,7 @@ def _check_sections(selection: SelectionResults) -> list[Section]:
     )
     title = "Does the selection bring the pool nearer to the target?"
     distance = Section(title, [warnings, charts, _distance_table(checks, sampled)], lead)
-    return [distance, *_coverage_sections(checks.get("coverage"))]
+    return [distance, _coverage_section(checks["coverage"])]
 
 
 def _distance_table(checks: dict[str, Any], sampled: bool) -> Table:
@@ -349,9 +348,7 @@ def _format_range(values: list[float]) -> str:
     return f"{mean} ({low} to {high})"
 
 
-def _coverage_sections(coverage: Any) -> list[Section]:
-    if not isinstance(coverage, dict) or not coverage["worst"]:
-        return []
+def _coverage_section(coverage: dict[str, Any]) -> Section:
     rows = [
         {
             "target": worst["text"] or "(no text)",
@@ -384,8 +381,8 @@ def _coverage_sections(coverage: Any) -> list[Section]:
         f"{sample}The potential g_j, in units of cost: what it costs the pool to reach a target, compared with the "
         "mean one. Nearest records are searched in the whole pool."
     )
-    table = Table.of(rows, caption, words=("target", "id", "served", "nearest record"))
-    return [Section("What the pool cannot serve", [table], f"{lead} Listed by potential, largest first.")]
+    table = Table.of(rows, caption, words=("target", "id", "served", "nearest record")) if rows else None
+    return Section("What the pool cannot serve", [table], f"{lead} Listed by potential, largest first.")
 
 
 _EXAMPLES = 5

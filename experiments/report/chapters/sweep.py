@@ -44,7 +44,10 @@ def part(run: RunResults) -> ChapterPart | None:
     if run.sweep is None:
         return None
     analysis = SweepAnalysis(run.sweep)
-    findings = [sweep_finding(run.sweep, analysis), next_value_effects(run.sweep, analysis), _other_verdicts(analysis)]
+    others = [direction for direction in analysis.directions if direction.curves][1:]
+    text = "; ".join(f"along {formats.axis_name(other.axis)}: {_format_verdicts(other)}" for other in others)
+    findings = [sweep_finding(run.sweep, analysis), next_value_effects(run.sweep, analysis)]
+    findings.append(f"{formats.capitalise(text)}." if text else "")
     return ChapterPart("sweep", findings, sweep_tiles(run.sweep, analysis), sweep_sections(run.sweep, analysis))
 
 
@@ -113,12 +116,6 @@ def next_value_effects(data: SweepData, analysis: SweepAnalysis) -> str:
     return f"One more from there: {'; '.join(parts)}." if parts else ""
 
 
-def _other_verdicts(analysis: SweepAnalysis) -> str:
-    directions = [d for d in analysis.directions if d.curves][1:]
-    text = "; ".join(f"along {formats.axis_name(d.axis)}: {_format_verdicts(d)}" for d in directions)
-    return f"{formats.capitalise(text)}." if text else ""
-
-
 def _format_verdicts(direction: AxisAnalysis) -> str:
     """Format verdicts: `double descent` for one curve, `2 × double descent, 1 × undecided` for several."""
     kinds = Counter(j.verdict.kind for j in direction.curves)
@@ -176,7 +173,16 @@ def sweep_sections(data: SweepData, analysis: SweepAnalysis) -> list[Section]:
 def _overview_section(data: SweepData, analysis: SweepAnalysis) -> Section:
     curves = [curve for direction in _top_directions(analysis) for curve in direction.curves]
     tables = (sweep_verdicts.verdict_table(curves, data.epsilon), sweep_verdicts.bisection_table(data))
-    notes = _progress_notes(data)
+    notes = []
+    if data.unfinished:
+        note = (
+            f"{data.unfinished:,} of {data.planned or len(data):,} cells have no result yet; this page shows the others"
+        )
+        if data.seconds:
+            each = statistics.fmean(data.seconds)
+            whole = formats.seconds(each * data.unfinished)
+            note += f". At {formats.seconds(each)} a cell they take {whole} one by one"
+        notes.append(note + ". `flatshift sweep` with the same arguments continues.")
     if data.fixed:
         fixed = ", ".join(f"{k} = {formats.axis_value(v)}" for k, v in data.fixed.items())
         notes.append(f"The same in every cell: {fixed}.")
@@ -202,17 +208,6 @@ def _top_directions(analysis: SweepAnalysis) -> list[AxisAnalysis]:
     """Return the directions whose verdicts are at the top: all, or only the first if there are too many verdicts."""
     directions = [direction for direction in analysis.directions if direction.curves]
     return directions if len(analysis.curves) <= _MAX_VERDICTS else directions[:1]
-
-
-def _progress_notes(data: SweepData) -> list[str]:
-    """Describe the cells that an unfinished sweep still lacks."""
-    if not data.unfinished:
-        return []
-    note = f"{data.unfinished:,} of {data.planned or len(data):,} cells have no result yet; this page shows the others"
-    if data.seconds:
-        mean = statistics.fmean(data.seconds)
-        note += f". At {formats.seconds(mean)} a cell they take {formats.seconds(mean * data.unfinished)} one by one"
-    return [note + ". `flatshift sweep` with the same arguments continues."]
 
 
 def _failed_seed_notes(data: SweepData) -> list[str]:

@@ -127,20 +127,11 @@ class ColumnTable:
         """Return the rows as a table; a column of mixed types becomes text."""
         import pyarrow as pa
 
+        from flatshift.experiments.results.sweep import to_array
+
         for column in self._columns.values():
             column += [None] * (self.rows - len(column))
-        return pa.table({name: _to_column(values) for name, values in self._columns.items()})
-
-
-def _to_column(values: list[Any]) -> pa.Array:
-    import pyarrow as pa
-
-    kinds = {type(value) for value in values if value is not None}
-    if kinds == {int, float}:
-        return pa.array([None if value is None else float(value) for value in values], pa.float64())
-    if len(kinds) > 1 or kinds & {dict, list}:
-        return pa.array([None if value is None else str(value) for value in values], pa.string())
-    return pa.array(values)
+        return pa.table({name: to_array(values) for name, values in self._columns.items()})
 
 
 def _to_cell(value: Any) -> Any:
