@@ -15,7 +15,7 @@ from flatshift.experiments.report.blocks import ChapterPart, ChartGroup, KeyFigu
 from flatshift.experiments.report.chapters import sweep_verdicts
 from flatshift.experiments.report.charts import curve as curve_charts
 from flatshift.experiments.report.charts.curve import Series
-from flatshift.experiments.report.charts.facets import LineSeries, Panel, dynamics_charts, facet_chart
+from flatshift.experiments.report.charts.facets import LineSeries, dynamics_charts, facet_chart
 from flatshift.experiments.report.charts.heat_map import heat_maps
 from flatshift.experiments.report.figure import Chart
 from flatshift.experiments.results.analysis import (
@@ -321,7 +321,7 @@ def _faceted_chart(direction: AxisAnalysis, lines: Sequence[Series], name: str, 
     for setting in direction.drawn:
         curves = [direction.table.curve(line.column, direction.axis, setting) for line in lines]
         series = [LineSeries(line.name, line.token, curve) for line, curve in zip(lines, curves, strict=True)]
-        panels.append(Panel(formats.setting(setting), series))
+        panels.append((formats.setting(setting), series))
     return facet_chart(
         panels,
         direction.axis,

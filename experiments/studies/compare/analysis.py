@@ -40,6 +40,24 @@ def analyse(plan: ComparisonPlan, outcome: ComparisonResults) -> dict[str, Any]:
         shared = [t for t in informative if t in study.runs_on(control) and t in study.runs_on(method)]
         difference = compute_endpoint(plan, outcome, method, control, shared)
         controls.append({"method": method, "control": control, "difference": difference, "tasks": shared})
+    trials = []
+    for pair in plan.pairs:
+        runs, chosen = outcome.trials[pair], outcome.chosen[pair]
+        trials.append(
+            {
+                "method": pair[0],
+                "task": pair[1],
+                "trials": len(runs),
+                "failed": sum(result["status"] != "done" for _, result in runs),
+                "chosen": chosen.overrides(),
+                "on_edge": outcome.on_edge[pair],
+                "lowest_lr": min(run.setting.lr for run, _ in runs),
+                "highest_lr": max(run.setting.lr for run, _ in runs),
+                "validation": [
+                    result["metrics"][plan.metric(pair[1])] for run, result in runs if run.setting == chosen
+                ],
+            }
+        )
     groups = [*outcome.finals.values(), *outcome.equal_time.values()]
     results = [result for trials in outcome.trials.values() for _, result in trials]
     results += [result for group in groups for result in group]
@@ -53,7 +71,7 @@ def analyse(plan: ComparisonPlan, outcome: ComparisonResults) -> dict[str, Any]:
         "tasks": tables,
         "methods": methods,
         "controls": controls,
-        "trials": [_tuning_row(plan, outcome, pair) for pair in plan.pairs],
+        "trials": trials,
         "diverged": [{key: r[key] for key in reported} for r in results if r["status"] != "done"],
         "cells": len(results),
         "cpu_s": round(math.fsum(r["cpu_s"] for r in results), 1),
@@ -236,22 +254,6 @@ def _bootstrap_endpoint(
         differences.append(sides[0] - sides[1])
     rng = numpy_generator(0, "comparison", "bootstrap", ours)
     return seed_item_bootstrap(differences, resamples=plan.study.resamples, rng=rng)
-
-
-def _tuning_row(plan: ComparisonPlan, outcome: ComparisonResults, pair: tuple[str, str]) -> dict[str, Any]:
-    runs = outcome.trials[pair]
-    chosen = outcome.chosen[pair]
-    return {
-        "method": pair[0],
-        "task": pair[1],
-        "trials": len(runs),
-        "failed": sum(result["status"] != "done" for _, result in runs),
-        "chosen": chosen.overrides(),
-        "on_edge": outcome.on_edge[pair],
-        "lowest_lr": min(run.setting.lr for run, _ in runs),
-        "highest_lr": max(run.setting.lr for run, _ in runs),
-        "validation": [result["metrics"][plan.metric(pair[1])] for run, result in runs if run.setting == chosen],
-    }
 
 
 def describe_protocol(study: Comparison) -> list[str]:
