@@ -193,9 +193,10 @@ def read_sweep(folder: Path) -> SweepData | None:
     recorded = curves.column(STEP).unique().to_pylist() if curves is not None and STEP in curves.column_names else []
     traces, rows = _read_late_traces(late, cells, axes, [int(step) for step in recorded if step is not None])
     curves = _concat([curves, *traces], rows)
-    trace = (
-        SweepTable(_last_stage_rows(curves), (*axes, STEP)) if STEP in curves.column_names and curves.num_rows else None
-    )
+    # Steps restart in each stage, and only the last one trains on the task's labels.
+    if "stage" in curves.column_names and len(stages := curves.column("stage").unique()) > 1:
+        curves = curves.filter(pc.equal(curves.column("stage"), stages[-1]))
+    trace = SweepTable(curves, (*axes, STEP)) if STEP in curves.column_names and curves.num_rows else None
     search, level = plan.get("bisection"), plan.get("level")
     data = SweepData(
         cells,
@@ -259,14 +260,6 @@ def _with_errors(table: pa.Table, metric: str | None) -> pa.Table:
         at = table.schema.get_field_index(name)
         table = table.append_column(name, pa.array(error)) if at < 0 else table.set_column(at, name, pa.array(error))
     return table
-
-
-def _last_stage_rows(table: pa.Table) -> pa.Table:
-    """Return the rows of the last stage: steps restart in each, and only the last trains on the task's labels."""
-    if "stage" not in table.column_names:
-        return table
-    stages = list(dict.fromkeys(table.column("stage").to_pylist()))
-    return table.filter(pc.equal(table.column("stage"), stages[-1])) if len(stages) > 1 else table
 
 
 def _result_row(file: Path) -> dict[str, Any]:

@@ -143,7 +143,12 @@ def select_into(
     sides = _read_sides(recipe, directory, console)
     vectors = Vectors(recipe, sides.pool, sides.target, sides.negative, directory, console, state)
     _embed_sides(recipe, sides, vectors, console)
-    _tokenise_sides(recipe, sides, directory, console)
+    if "tokens" in required_inputs(spec.method):
+        tokenize, size = backbone_tokenizer(recipe)
+        texts = sides.pool.rows.texts
+        with console.task("tokenise pool", len(texts), "texts") as task:
+            pool = TokenRows.spilled(texts, tokenize, size, directory / ".pool.tokens", task)
+        sides.tokens = pool, TokenRows.of(tokenize([row.values["text"] for row in sides.target.rows]), size)
     embedded, peak = time.monotonic(), {"features": _peak_bytes()}
     selector = _fit_selector(recipe, sides, vectors, console, state, fit)
     chosen = np.asarray(selector.select(spec.budget))
@@ -262,17 +267,6 @@ def _embed_sides(recipe: Recipe, sides: PoolAndTarget, vectors: Vectors, console
             )
         _check_budget(spec, len(sides.pool.rows))
     sides.domains = record_domains(sides.pool, spec), record_domains(sides.target, spec)
-
-
-def _tokenise_sides(recipe: Recipe, sides: PoolAndTarget, directory: Path, console: Console) -> None:
-    spec = select_settings(recipe)
-    if "tokens" not in required_inputs(spec.method):
-        return
-    tokenize, size = backbone_tokenizer(recipe)
-    texts = sides.pool.rows.texts
-    with console.task("tokenise pool", len(texts), "texts") as task:
-        pool = TokenRows.spilled(texts, tokenize, size, directory / ".pool.tokens", task)
-    sides.tokens = pool, TokenRows.of(tokenize([row.values["text"] for row in sides.target.rows]), size)
 
 
 def _fit_selector(

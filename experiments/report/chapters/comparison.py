@@ -55,7 +55,12 @@ def _part(document: Document) -> ChapterPart:
         Section("Runs that failed", [_failed_run_block(document)], folded=not document["diverged"]),
         Section("Protocol", [Notes(document["protocol"])]),
     ]
-    tiles = [_method_tile(name, m, document["metric"]) for name, m in ranked if m["confirmatory"]][:4]
+    tiles, metric = [], document["metric"]
+    for name, m in [(name, m) for name, m in ranked if m["confirmatory"]][:4]:
+        p = m["primary"]["p_holm"]
+        note = f"{'no p' if p is None else f'p = {formats.number(p)} (Holm)'}, seeds: {m['primary']['n']}"
+        mean, interval = formats.mean_and_interval(m["primary"], _display_factor(metric))
+        tiles.append(KeyFigure(f"{name}, {_difference_unit(metric)}", mean, interval, note))
     return ChapterPart("comparison", [finding], tiles, sections, facts)
 
 
@@ -89,13 +94,6 @@ def _difference_unit(metric: str) -> str:
 
 def _multiply(value: float | None, scale: float) -> float | None:
     return None if value is None else scale * value
-
-
-def _method_tile(name: str, m: Mapping[str, Any], metric: str) -> KeyFigure:
-    mean, interval = formats.mean_and_interval(m["primary"], _display_factor(metric))
-    p = m["primary"]["p_holm"]
-    note = f"{'no p' if p is None else f'p = {formats.number(p)} (Holm)'}, seeds: {m['primary']['n']}"
-    return KeyFigure(f"{name}, {_difference_unit(metric)}", mean, interval, note)
 
 
 def _primary_blocks(document: Document) -> list[Block]:

@@ -11,8 +11,6 @@ from flatshift.experiments.report import formats
 from flatshift.experiments.report.blocks import Table
 from flatshift.experiments.results.analysis import AnalysedCurve, AxisAnalysis, SweepAnalysis, compare_settings
 from flatshift.experiments.results.sweep import SweepData
-from flatshift.experiments.statistics.curve import Curve
-from flatshift.experiments.statistics.curve_comparison import CurveComparison
 from flatshift.experiments.statistics.emc import Crossing, emc_from_curve
 from flatshift.experiments.statistics.peak import FEWEST_POINTS, FEWEST_SEEDS, PeakTest
 from flatshift.finetune.errors import UserError
@@ -92,7 +90,10 @@ def regularizer_table(direction: AxisAnalysis) -> tuple[Table | None, list[str]]
                 if drawn:
                     sentences.append(f"{' vs. '.join(names)}: cannot be said, {error}.")
                 continue
-            rows.append([*names, *_comparison_cells(curve, comparison)])
+            at = "–" if comparison.triple is None else _format_position(curve.values[comparison.triple[1]])
+            p, peak_p = ("–" if value is None else f"{value:.2g}" for value in (comparison.p, comparison.peak_p))
+            mean, peak = (formats.with_interval(each, plus=True) for each in (comparison.mean, comparison.peak))
+            rows.append([*names, mean, p, at, peak, peak_p, formats.with_interval(comparison.threshold)])
             if drawn or comparison.peak is not None or comparison.moved:
                 sentences.append(f"{' vs. '.join(names)}: {comparison.sentence(curve)}")
     if not rows:
@@ -115,13 +116,6 @@ def _with_caption(table: Table, explanations: Mapping[str, str], start: str = ""
     table = table.without_empty_columns()
     sentences = [sentence for column, sentence in explanations.items() if column in table.columns]
     return dataclasses.replace(table, caption=" ".join(filter(None, [start, *sentences])))
-
-
-def _comparison_cells(curve: Curve, comparison: CurveComparison) -> list[str]:
-    at = "–" if comparison.triple is None else _format_position(curve.values[comparison.triple[1]])
-    p, peak_p = ("–" if value is None else f"{value:.2g}" for value in (comparison.p, comparison.peak_p))
-    mean, peak = (formats.with_interval(interval, plus=True) for interval in (comparison.mean, comparison.peak))
-    return [mean, p, at, peak, peak_p, formats.with_interval(comparison.threshold)]
 
 
 def verdict_shortfall(direction: AxisAnalysis) -> str:

@@ -21,7 +21,6 @@ from flatshift.experiments.results.analysis import (
 from flatshift.experiments.results.sweep import INTERPOLATION, SweepData
 from flatshift.experiments.results.table import Setting, SweepTable
 from flatshift.experiments.statistics.emc import Crossing
-from flatshift.experiments.statistics.intervals import Interval
 from flatshift.finetune.evaluate.metrics import find_metric
 
 if TYPE_CHECKING:
@@ -91,7 +90,9 @@ def curve_chart(
             points = [(scale.at[v], p) for v, p in curve if v in scale.at]
             if not points:
                 continue
-            _draw_band(ax, points, line.token)
+            if bounded := [(x, p.low, p.high) for x, p in points if p.low is not None and p.high is not None]:
+                band, lows, highs = zip(*bounded, strict=True)
+                ax.fill_between(band, lows, highs, color=colour(line.token), alpha=0.16, linewidth=0)
             dots: dict[str, Any] = {"marker": "o", "markersize": 5.5, "markeredgecolor": colour("surface")}
             ax.plot([x for x, _ in points], [p.value for _, p in points], color=colour(line.token), **dots)
             if table.seeds > 1 and len(table.rows(setting)) <= _SINGLE_RUNS:
@@ -145,14 +146,6 @@ def y_limits(curves: Any, *, zero: bool) -> tuple[float, float]:
 def _pad_limits(low: float, high: float) -> tuple[float, float]:
     pad = 0.06 * ((high - low) or 1.0)
     return low - pad, high + pad
-
-
-def _draw_band(ax: Axes, points: Sequence[tuple[float, Interval]], token: str) -> None:
-    """Draw the intervals of a line where they exist."""
-    bounded = [(x, p.low, p.high) for x, p in points if p.low is not None and p.high is not None]
-    if bounded:
-        xs, lows, highs = zip(*bounded, strict=True)
-        ax.fill_between(xs, lows, highs, color=colour(token), alpha=0.16, linewidth=0)
 
 
 def _draw_threshold(ax: Axes, scale: AxisScale, value: float, epsilon: float) -> None:
@@ -272,13 +265,17 @@ def _metric_over_capacity_chart(
         for line, curve in curves.items():
             xs, ys = [across[v].value for v, _ in curve], [p.value for _, p in curve]
             ax.plot(xs, ys, color=colour(line.token), linewidth=1.3, alpha=0.6)
-            for v, p in curve:
-                _draw_intervals(ax, across[v], p, line.token)
+            bars: dict[str, Any] = {"color": colour(line.token), "linewidth": 2.2, "alpha": 0.4}
+            for x, y in [(across[v], p) for v, p in curve]:
+                if x.low is not None and x.high is not None:
+                    ax.plot([x.low, x.high], [y.value] * 2, **bars)
+                if y.low is not None and y.high is not None:
+                    ax.plot([x.value] * 2, [y.low, y.high], **bars)
             ax.plot(xs, ys, "o", color=colour(line.token), markersize=6, markeredgecolor=colour("surface"))
             if line is list(curves)[-1]:
                 style: dict[str, Any] = {"ha": "center", "fontsize": 10, "color": colour("muted")}
-                for (v, _), x, y in zip(curve, xs, ys, strict=True):
-                    ax.annotate(formats.axis_value(v), (x, y), xytext=(0, 7), textcoords="offset points", **style)
+                for (v, _), at in zip(curve, zip(xs, ys, strict=True), strict=True):
+                    ax.annotate(formats.axis_value(v), at, xytext=(0, 7), textcoords="offset points", **style)
             far = max(range(len(xs)), key=lambda i: xs[i])
             ends.append((xs[far], ys[far], line.name, line.token))
         ax.set_ylim(*y_limits(curves.values(), zero=kind == "error"))
@@ -303,10 +300,3 @@ def _set_log_axis(ax: Axes, low: float, high: float) -> None:
     ax.xaxis.set_major_locator(FixedLocator([t for t in ticks if low <= t <= high]))
     ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: formats.axis_value(float(f"{value:.3g}"))))
-
-
-def _draw_intervals(ax: Axes, x: Interval, y: Interval, token: str) -> None:
-    if x.low is not None and x.high is not None:
-        ax.plot([x.low, x.high], [y.value] * 2, color=colour(token), linewidth=2.2, alpha=0.4)
-    if y.low is not None and y.high is not None:
-        ax.plot([x.value] * 2, [y.low, y.high], color=colour(token), linewidth=2.2, alpha=0.4)

@@ -260,6 +260,12 @@ def describe_protocol(study: Comparison) -> list[str]:
     """Return the protocol as sentences for the page and the results file, in order."""
     confirmatory = [name for name, method in study.methods.items() if method.confirmatory and name != study.baseline]
     endpoint, tasks, criterion, floor, diverged = _metric_wording(study.metric)
+    finalists = "."
+    if further := study.tuning_seeds[1:]:
+        finalists = (
+            f"; the best {study.finalists} of each method and task run again under {', '.join(map(str, further))}, and "
+            "the one with the best mean over all tuning seeds is taken."
+        )
     return [
         f"Primary endpoint, named beforehand: the mean over {tasks} of test {endpoint}, method minus {study.baseline}, "
         "per seed; its mean over seeds with a two-sided paired t-test. Per-task figures, generation, macro F1, "
@@ -267,7 +273,7 @@ def describe_protocol(study: Comparison) -> list[str]:
         f"Every method, {study.baseline} included, gets {study.trials} first trials on every task it runs on and "
         f"{study.rounds} further ones: beyond the edge where its best learning rate is on one, else between its best "
         "and the better neighbour. A method's own knobs come out of the same trials.",
-        f"Trials use the seed {study.tuning_seeds[0]}{_describe_finalists(study)} No final run uses such a seed. "
+        f"Trials use the seed {study.tuning_seeds[0]}{finalists} No final run uses such a seed. "
         "Trials are evaluated "
         f"on validation rows by {criterion}, ties by loss. Test rows are evaluated once, in the final runs; the last "
         "step's adapter is taken.",
@@ -299,13 +305,3 @@ def _metric_wording(name: str) -> tuple[str, str, str, str, str]:
         "is listed and its seed left out for both sides, of accuracy it counts with its task's majority baseline; a "
         "diverged trial is lost.",
     )  # fmt: skip
-
-
-def _describe_finalists(study: Comparison) -> str:
-    further = study.tuning_seeds[1:]
-    if not further:
-        return "."
-    return (
-        f"; the best {study.finalists} of each method and task run again under {', '.join(map(str, further))}, and the "
-        "one with the best mean over all tuning seeds is taken."
-    )

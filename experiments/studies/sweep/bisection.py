@@ -54,24 +54,22 @@ def parse_bisection(text: str, epsilon: float | None, recipe: Recipe) -> Bisecti
     if not 0 < epsilon < 1:
         raise UserError(f"--epsilon must be between 0 and 1, got {epsilon}")
     if not equals:
-        return Bisection(key, _MIN_ROWS, _training_row_count(recipe), epsilon)
+        from flatshift.experiments.data.splits import read_splits
+
+        train = dataclasses.replace(recipe.data.train, limit=None)
+        whole = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, train=train))
+        count = len(read_splits(whole).train)  # without bad and held-out rows
+        if count <= _MIN_ROWS:
+            raise UserError(
+                f"--bisect {KEY}: there are only {count} training rows; say between which with {KEY}=lo..hi"
+            )
+        return Bisection(key, _MIN_ROWS, count, epsilon)
     rows = parse_range(values, f"--bisect {key}")
     if not isinstance(rows, ValueRange) or rows.log or not (rows.low.is_integer() and rows.high.is_integer()):
         raise UserError(f"--bisect {text}: write the rows to search between as {key}=lo..hi")
     if rows.low < 1:
         raise UserError(f"--bisect {text}: begin with at least 1 row")
     return Bisection(key, int(rows.low), int(rows.high), epsilon)
-
-
-def _training_row_count(recipe: Recipe) -> int:
-    """Return the most training rows a cell can get: without bad and held-out rows."""
-    from flatshift.experiments.data.splits import read_splits
-
-    train = dataclasses.replace(recipe.data.train, limit=None)
-    rows = len(read_splits(dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, train=train))).train)
-    if rows <= _MIN_ROWS:
-        raise UserError(f"--bisect {KEY}: there are only {rows} training rows; say between which with {KEY}=lo..hi")
-    return rows
 
 
 class _CellsMissing(Exception):
