@@ -84,7 +84,12 @@ def curve_chart(
         threshold = crossing.value if crossing is not None else None
         shaded = analysed is not None and _shade_peak(ax, analysed, scale)
         if threshold is not None:
-            _draw_threshold(ax, scale, threshold, epsilon)
+            at, (low, high) = scale.position(threshold), (min(scale.at.values()), max(scale.at.values()))
+            left = at < low + 0.3 * (high - low)  # near the y axis the label would not fit on the left
+            ax.axvline(at, color=colour("muted"), linewidth=1.3, linestyle=(0, (3, 2)), gid="threshold")
+            place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "va": "top"}
+            place |= {"xytext": (5 if left else -5, -2), "ha": "left" if left else "right"}
+            ax.annotate(f"train error = {epsilon:g}", (at, 1.0), color=colour("muted"), **place)
         ends = []
         for line, curve in curves.items():
             points = [(scale.at[v], p) for v, p in curve if v in scale.at]
@@ -146,22 +151,6 @@ def y_limits(curves: Any, *, zero: bool) -> tuple[float, float]:
 def _pad_limits(low: float, high: float) -> tuple[float, float]:
     pad = 0.06 * ((high - low) or 1.0)
     return low - pad, high + pad
-
-
-def _draw_threshold(ax: Axes, scale: AxisScale, value: float, epsilon: float) -> None:
-    x, (low, high) = scale.position(value), (min(scale.at.values()), max(scale.at.values()))
-    left = x < low + 0.3 * (high - low)  # near the y axis the label would not fit on the left
-    ax.axvline(x, color=colour("muted"), linewidth=1.3, linestyle=(0, (3, 2)), gid="threshold")
-    ax.annotate(
-        f"train error = {epsilon:g}",
-        (x, 1.0),
-        xycoords=("data", "axes fraction"),
-        xytext=(5 if left else -5, -2),
-        textcoords="offset points",
-        color=colour("muted"),
-        va="top",
-        ha="left" if left else "right",
-    )
 
 
 def _shade_peak(ax: Axes, analysed: AnalysedCurve, scale: AxisScale) -> bool:
