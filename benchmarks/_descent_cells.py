@@ -22,7 +22,7 @@ from flatshift.experiments.results.cells import FORMAT, MARKER, RESULT
 from flatshift.experiments.results.sweep import STEP
 from flatshift.experiments.studies.cell import Cell
 from flatshift.experiments.studies.sweep.axes import Axes, axis_values
-from flatshift.experiments.studies.sweep.sweep_plan import plan_cells
+from flatshift.experiments.studies.sweep.sweep_plan import SweepBase
 from flatshift.experiments.studies.sweep.table import write_table
 from flatshift.finetune.atomic import write_json, write_text
 
@@ -64,7 +64,7 @@ def planned(study: Study, file: Path) -> dict[str, str]:
 
 def _cells(study: Study, file: Path) -> list[Cell]:
     base, axes = block(study)
-    found = plan_cells(study.recipe, overrides(file), axes, base.seeds, design=base.design, points=base.points)
+    found = SweepBase.of(study.recipe, overrides(file)).plan(axes, base.seeds, design=base.design, points=base.points)
     return list(found)
 
 

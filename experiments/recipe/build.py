@@ -21,6 +21,7 @@ _MAY_BE_EMPTY = ("task.prompt", "task.system", "task.prefix")
 """Texts placed before others, for which an empty text is a valid value."""
 _WRITTEN = tuple(f"task.{name}" for name in ("prompt", "completion", "target", "answer", "prefix", "system"))
 """Texts that models read or generate; in these `\\n` on a command line means a line break."""
+_type_hints = functools.cache(typing.get_type_hints)  # they cost more than the rest of this module
 _MAX_LIST = 160  # characters of a list of known names
 
 
@@ -59,7 +60,12 @@ def build_settings(cls: type, tree: Tree, *, path: str = "", origins: Origins | 
             raise UserError(
                 f"{tree.location}: {_join_path(path, setting_key(field.name))} is missing; it has no default"
             )
-    _refuse_empty_texts(cls, values, tree, path)
+    for field in dataclasses.fields(cls):
+        value, key = values.get(field.name), setting_key(field.name)
+        empty = value == "" or (type(value) is tuple and "" in value)
+        if empty and field.default != "" and _join_path(path, key) not in _MAY_BE_EMPTY:
+            location = tree.keys.get(key, tree.location)
+            raise UserError(f"{location}: {_join_path(path, key)} cannot be ''; give it a value, or leave it out")
     try:
         return cls(**values)
     except ValueError as error:
@@ -68,27 +74,9 @@ def build_settings(cls: type, tree: Tree, *, path: str = "", origins: Origins | 
 
 
 @functools.cache
-def _type_hints(cls: type) -> dict[str, Any]:
-    """Return a class's type hints; cached, as they cost more than the rest of this module."""
-    return typing.get_type_hints(cls)
-
-
-@functools.cache
 def field_names(cls: type) -> dict[str, str]:
     """Return the keys of a class's settings and the fields they fill."""
     return {setting_key(f.name): f.name for f in dataclasses.fields(cls)}
-
-
-def _refuse_empty_texts(cls: type, values: dict[str, Any], tree: Branch, path: str) -> None:
-    for field in dataclasses.fields(cls):
-        value, key = values.get(field.name), setting_key(field.name)
-        if (
-            _join_path(path, key) not in _MAY_BE_EMPTY
-            and field.default != ""
-            and (value == "" or (type(value) is tuple and "" in value))
-        ):
-            location = tree.keys.get(key, tree.location)
-            raise UserError(f"{location}: {_join_path(path, key)} cannot be ''; give it a value, or leave it out")
 
 
 def _join_path(path: str, key: str) -> str:

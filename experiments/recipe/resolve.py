@@ -342,23 +342,15 @@ def _with_absolute_paths(recipe: Recipe) -> Recipe:
     if train.sources is not None:
         train = dataclasses.replace(train, sources={name: files(source) for name, source in train.sources.items()})
     cache = recipe.data.cache
-    data = dataclasses.replace(
-        recipe.data,
-        train=train,
-        dev=files(recipe.data.dev),
-        test=files(recipe.data.test),
-        cache=cache if cache in (None, "auto") else absolute(cache),
-    )
-    select = recipe.select and dataclasses.replace(
-        recipe.select,
-        pool=files(recipe.select.pool),
-        target=files(recipe.select.target),
-        negative=files(recipe.select.negative),
-        eval=files(recipe.select.eval),
-        hygiene=dataclasses.replace(recipe.select.hygiene, drops=names(recipe.select.hygiene.drops)),
-        cache=absolute(recipe.select.cache),
-        from_=absolute(recipe.select.from_),
-    )
+    cache = cache if cache in (None, "auto") else absolute(cache)
+    dev, test = files(recipe.data.dev), files(recipe.data.test)
+    data = dataclasses.replace(recipe.data, train=train, dev=dev, test=test, cache=cache)
+    select = recipe.select
+    if select is not None:
+        sides: dict[str, Any] = {name: files(getattr(select, name)) for name in ("pool", "target", "negative", "eval")}
+        hygiene = dataclasses.replace(select.hygiene, drops=names(select.hygiene.drops))
+        sides |= {"cache": absolute(select.cache), "from_": absolute(select.from_)}
+        select = dataclasses.replace(select, hygiene=hygiene, **sides)
     if select is not None and (features := select.own) is not None:
         paths = {name: getattr(features, name) for name in ("pool", "target", "negative")}
         paths = {name: path if is_remote(path) else absolute(path) for name, path in paths.items()}

@@ -38,11 +38,6 @@ def _compile_rule(setting: str, reason: str, broken: Callable[[Recipe], Any]) ->
     )
 
 
-def _find_strict_source(recipe: Recipe) -> str | None:
-    sources = recipe.data.train.sources or {}
-    return next((name for name, source in sources.items() if source.when_over == "refuse"), None)
-
-
 def _find_split_conflict(recipe: Recipe) -> str | None:
     conflicts = {
         "train.truncation: nothing is cut": recipe.train.truncation is not None,
@@ -57,11 +52,6 @@ def _find_uneven_warm_up(recipe: Recipe) -> str | None:
     if recipe.warmup is None or recipe.warmup.batch_size % ranks == 0:
         return None
     return f"{recipe.warmup.batch_size} rows do not divide among the {ranks}"
-
-
-def _find_uncompiled_regularizer(recipe: Recipe) -> str | None:
-    kind: str = recipe.regularizer.kind
-    return None if kind in COMPILED_REGULARIZERS else kind
 
 
 def _find_gauss_newton_requirement(recipe: Recipe) -> str | None:
@@ -104,7 +94,8 @@ RULES: tuple[RecipeRule, ...] = (
     RecipeRule(
         "data.train.sources.{it}.when_over: refuse cannot be promised with train.spikes, which leaves batches out and "
         "reads on; set it to repeat, or leave spikes out",
-        lambda r: r.train.spikes is not None and _find_strict_source(r),
+        lambda r: r.train.spikes is not None
+        and next((name for name, one in (r.data.train.sources or {}).items() if one.when_over == "refuse"), None),
     ),
     RecipeRule(
         "optimizer.kind: {it} is for one process; leave mesh.auto off, or take adamw",
@@ -134,7 +125,10 @@ RULES: tuple[RecipeRule, ...] = (
     _compile_rule(
         "adapter.dora", "its norms are taken without a gradient inside of the graph", lambda r: r.adapter.dora
     ),
-    _compile_rule("regularizer.kind: {it}", "it has not been compared with eager steps", _find_uncompiled_regularizer),
+    _compile_rule(
+        "regularizer.kind: {it}", "it has not been compared with eager steps",
+        lambda r: r.regularizer.kind not in COMPILED_REGULARIZERS and r.regularizer.kind,
+    ),
     RecipeRule(
         "train.compile does not go with record: what is recorded is of plain blocks; leave one out",
         lambda r: r.train.compile and r.record is not None,

@@ -459,8 +459,8 @@ def recipe_key(recipe: Recipe, inputs: Any) -> str:
     for name, value in (("adapter_precision", "fp32"), ("backbone_precision", "same")):
         if tree["train"][name] == "auto":
             tree["train"][name] = value
-    _drop_default_keys(tree)
-    return short_hash([_drop_nulls(tree), inputs])
+    drop_default_keys(tree)
+    return short_hash([drop_nulls(tree), inputs])
 
 
 def short_hash(value: Any) -> str:
@@ -469,19 +469,7 @@ def short_hash(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def settings_tree(settings: Any) -> Any:
-    """Return a settings dataclass as plain values, without nulls."""
-    return _drop_nulls(dataclasses.asdict(settings))
-
-
-def block_tree(block: str, settings: Any) -> Any:
-    """Return `settings_tree` of the recipe's block of that name, without the keys that `recipe_key` leaves out."""
-    tree = {block: dataclasses.asdict(settings)}
-    _drop_default_keys(tree)
-    return _drop_nulls(tree)[block]
-
-
-def _drop_default_keys(tree: dict[str, Any]) -> None:
+def drop_default_keys(tree: dict[str, Any]) -> None:
     """Remove the keys in `_LATER` (at their default) from the blocks of that name, at any depth."""
     for block, values in tree.items():
         if not isinstance(values, dict):
@@ -491,10 +479,11 @@ def _drop_default_keys(tree: dict[str, Any]) -> None:
                 values.pop(name)
         if block == "hygiene":  # where records' arrays are stored, not which are dropped
             values.pop("memory_gib", None)
-        _drop_default_keys(values)
+        drop_default_keys(values)
 
 
-def _drop_nulls(tree: Any) -> Any:
+def drop_nulls(tree: Any) -> Any:
+    """Return plain values without the keys that are null, at any depth of mappings."""
     if isinstance(tree, dict):
-        return {key: _drop_nulls(value) for key, value in tree.items() if value is not None}
+        return {key: drop_nulls(value) for key, value in tree.items() if value is not None}
     return tree

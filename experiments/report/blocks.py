@@ -24,11 +24,17 @@ class KeyFigure:
 
 @dataclass(frozen=True)
 class ChartGroup:
-    """Charts side by side; `small` ones get narrower columns."""
+    """Charts side by side, without those that there is nothing to draw of; `small` ones get narrower columns."""
 
     kind: ClassVar[str] = "figures"
-    charts: Sequence[Chart]
+    charts: Sequence[Chart | None]
     small: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "charts", [chart for chart in self.charts if chart is not None])
+
+    def __bool__(self) -> bool:
+        return bool(self.charts)
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,9 @@ class Cards:
     kind: ClassVar[str] = "cards"
     cards: Sequence[Card]
 
+    def __bool__(self) -> bool:
+        return bool(self.cards)
+
 
 @dataclass(frozen=True)
 class Bars:
@@ -124,6 +133,9 @@ class Notes:
     kind: ClassVar[str] = "notes"
     sentences: Sequence[str]
 
+    def __bool__(self) -> bool:
+        return bool(self.sentences)
+
 
 @dataclass(frozen=True)
 class PreformattedText:
@@ -138,12 +150,15 @@ Block = ChartGroup | Table | ConfusionMatrixBlock | NameValuePairs | Cards | Bar
 
 @dataclass(frozen=True)
 class Section:
-    """Titled part of a chapter; `folded` sections open on demand."""
+    """Titled part of a chapter; `folded` sections open on demand. Blocks without content are left out."""
 
     title: str
-    blocks: Sequence[Block]
+    blocks: Sequence[Block | None]
     lead: str = ""
     folded: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "blocks", [block for block in self.blocks if block])
 
 
 @dataclass(frozen=True)
@@ -159,7 +174,7 @@ class ChapterPart:
 
 @dataclass(frozen=True)
 class Chapter:
-    """Everything about one run."""
+    """Everything about one run; sections without a block are left out."""
 
     name: str
     kind: str
@@ -171,3 +186,6 @@ class Chapter:
     command: str = ""
     weight: int = 0
     details: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sections", [section for section in self.sections if section.blocks])

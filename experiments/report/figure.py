@@ -61,12 +61,6 @@ def colour(token: str) -> str:
     return PALETTE[token][0]
 
 
-def ramp_tokens(count: int) -> list[str]:
-    """Return `count` tokens spread over the whole of `RAMP`; `count` is at most its length."""
-    last = len(RAMP) - 1
-    return [RAMP[round(i * last / (count - 1)) if count > 1 else last // 2] for i in range(count)]
-
-
 @dataclass(frozen=True)
 class Chart:
     """Drawn figure. `name` is its file name in plots/; all fields except `raw` are plain text. verdict, evidence:

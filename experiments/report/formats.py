@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from flatshift.experiments.statistics.curve import capitalise as capitalise
 from flatshift.experiments.statistics.intervals import Interval
 from flatshift.finetune.errors import escape_control_characters
 from flatshift.finetune.evaluate.metrics import find_metric
@@ -197,11 +198,6 @@ def setting(values: Mapping[str, Any]) -> str:
 def title_at(title: str, values: Mapping[str, Any]) -> str:
     """Return the title followed by the setting, if that has any value."""
     return f"{title}, {setting(values)}" if values else title
-
-
-def capitalise(text: str) -> str:
-    """Return the text with its first letter upper case and all others unchanged."""
-    return text[:1].upper() + text[1:]
 
 
 def align_columns(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:

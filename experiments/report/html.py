@@ -33,6 +33,11 @@ def render(chapters: Sequence[Chapter]) -> str:
         kicker = main.name if main.name == main.kind else f"{main.kind} {main.name}"
     else:
         kicker = f"{len(names)} runs"
+    css = (_TEMPLATES / "style.css").read_text(encoding="utf-8")
+    for index, theme in enumerate(("light", "dark")):
+        values = " ".join(f"--{token}: {colours[index]};" for token, colours in PALETTE.items())
+        css = css.replace(f"/* {theme} palette */", values)
+    css = css.replace("/* font */", f"font-family: {FONT};")
     numbers = count(1)
 
     def svg(chart: Chart) -> Markup:
@@ -51,7 +56,7 @@ def render(chapters: Sequence[Chapter]) -> str:
             single=single,
             svg=svg,
             digest=digest,
-            style=Markup(_stylesheet()),
+            style=Markup(css),
             script=Markup(script),
         )
     )
@@ -64,14 +69,6 @@ def render_document(part: ChapterPart, document: Mapping[str, Any], *, name: str
     return render(
         [Chapter(name, part.kind, finding, part.facts, part.tiles, part.sections, slug, command, details=details)]
     )
-
-
-def _stylesheet() -> str:
-    css = (_TEMPLATES / "style.css").read_text(encoding="utf-8")
-    for index, name in enumerate(("light", "dark")):
-        values = " ".join(f"--{token}: {colours[index]};" for token, colours in PALETTE.items())
-        css = css.replace(f"/* {name} palette */", values)
-    return css.replace("/* font */", f"font-family: {FONT};")
 
 
 @cache

@@ -59,7 +59,7 @@ def _write_plots(directory: Path, chapter: Chapter) -> None:
     remove_leftovers(directory)
     groups = [block for section in chapter.sections for block in section.blocks if isinstance(block, ChartGroup)]
     counts: Counter[str] = Counter()
-    for chart in [chart for group in groups for chart in group.charts]:
+    for chart in [chart for group in groups for chart in group.charts if chart]:
         counts[chart.name] += 1
         name = chart.name if counts[chart.name] == 1 else f"{chart.name}-{counts[chart.name]}"
         write_text(directory / f"{name}.svg", chart.standalone)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from flatshift.experiments.report import formats
@@ -23,7 +22,13 @@ def side_by_side_chapter(runs: Sequence[RunResults]) -> Chapter | None:
     if len(trained) < 2:
         return None
     names = _unique_names(trained)
-    sections = [_settings_section(trained, names), *_metric_sections(trained, names), *_curve_sections(trained, names)]
+    sections = [_settings_section(trained, names)]
+    for split in ("test", "dev"):
+        evaluated = [(run, name) for run, name in zip(trained, names, strict=True) if split in run.eval]
+        if len(evaluated) > 1:
+            table = _metric_table([run for run, _ in evaluated], [name for _, name in evaluated], split)
+            sections.append(Section(f"Figures of {split}", [table]))
+    sections.append(_curve_section(trained, names))
     return Chapter(SIDE_BY_SIDE, f"{len(trained)} runs", _finding(trained, names), [], [], sections, weight=1000)
 
 
@@ -81,16 +86,6 @@ def _format_setting(value: Any) -> str:
     return text if len(text) <= _LONGEST else f"…{text[1 - _LONGEST :]}"
 
 
-def _metric_sections(runs: Sequence[RunResults], names: Sequence[str]) -> list[Section]:
-    sections = []
-    for split in (s for s in ("test", "dev") if sum(s in run.eval for run in runs) > 1):
-        evaluated = [(run, name) for run, name in zip(runs, names, strict=True) if split in run.eval]
-        table = _metric_table([run for run, _ in evaluated], [name for _, name in evaluated], split)
-        if table is not None:
-            sections.append(Section(f"Figures of {split}", [table]))
-    return sections
-
-
 def _metric_table(runs: Sequence[RunResults], names: Sequence[str], split: str) -> Table | None:
     """Build a row for each metric and run; runs after the first also show their difference from the first."""
     first, *others = [run.split_evaluation(split) for run in runs]
@@ -102,17 +97,12 @@ def _metric_table(runs: Sequence[RunResults], names: Sequence[str], split: str) 
     for metric in metrics:
         rows.append([find_metric(metric).title, names[0], formats.with_interval(first.metrics.get(metric)), ""])
         for name, evaluation, each in zip(names[1:], others, differences, strict=True):
-            value = formats.with_interval(evaluation.metrics.get(metric))
-            rows.append(["", name, value, _format_difference(each.get(metric))])
+            value, difference = formats.with_interval(evaluation.metrics.get(metric)), each.get(metric)
+            text = formats.with_interval(difference, plus=True)
+            marked = difference is not None and not difference.paired and text.endswith(")")
+            rows.append(["", name, value, f"{text} †" if marked else text])
     caption = _caption([difference for each in differences for difference in each.values()])
     return Table(["metric", "run", "value", f"minus {names[0]}"], rows, caption, frozenset({2, 3}))
-
-
-def _format_difference(difference: Difference | None) -> str:
-    if difference is None:
-        return "–"
-    text = formats.with_interval(asdict(difference), plus=True)
-    return text if difference.paired or not text.endswith(")") else f"{text} †"
 
 
 def _caption(differences: Sequence[Difference]) -> str:
@@ -140,7 +130,7 @@ def _finding(runs: Sequence[RunResults], names: Sequence[str]) -> str:
     best, other = order[0], 0 if order[0] else order[1]
     difference = metric_differences(runs[best].split_evaluation(split), runs[other].split_evaluation(split))[metric]
     endpoint = f"{split} {find_metric(metric).title}"
-    if not difference.clear:
+    if not difference.excludes_zero:
         values = [f"{names[i]} has {formats.with_interval(runs[i].eval[split][metric])}" for i in (best, other)]
         return f"No run is shown to be the best in {endpoint}: {', '.join(values)}, not clearly apart."
     low, high = difference.low, difference.high
@@ -151,7 +141,7 @@ def _finding(runs: Sequence[RunResults], names: Sequence[str]) -> str:
     return f"{names[best]} beats {names[other]} in {endpoint} by {text} ({interval}, {basis})."
 
 
-def _curve_sections(runs: Sequence[RunResults], names: Sequence[str]) -> list[Section]:
+def _curve_section(runs: Sequence[RunResults], names: Sequence[str]) -> Section:
     stages = dict.fromkeys(stage for run in runs for stage in run.metrics.stages)
     charts = []
     for stage in stages:
@@ -159,5 +149,4 @@ def _curve_sections(runs: Sequence[RunResults], names: Sequence[str]) -> list[Se
         for split in ("train", "dev"):
             curves = {n: run.metrics.series(stage, split, "loss") for n, run in zip(names, runs, strict=True)}
             charts.append(overlaid_loss_chart(curves, stage=stage, split=split, unit=unit))
-    drawn = [chart for chart in charts if chart is not None]
-    return [Section("Curves", [ChartGroup(drawn)])] if drawn else []
+    return Section("Curves", [ChartGroup(charts)])

@@ -129,6 +129,8 @@ def _curve_at(
         return y if np.isfinite(y).any() else None
 
     split, _, metric = test.partition(".")
+    items = table.column(f"{test}.items")
+    items = np.unique(items[np.isfinite(items)])
     return Curve(
         axis=_SHORT.get(axis, axis.rpartition(".")[2]),
         values=[float(v) for v in values],
@@ -140,19 +142,11 @@ def _curve_at(
         sharpness=column(SHARPNESS),
         metric=f"{split} {metric.replace('_', ' ')}",
         unit="nats" if metric == "loss" else "",
-        items=_item_count(table, test),
+        items=int(items[0]) if len(items) == 1 else None,
         epsilon=epsilon,
         training=test == "train.loss",
         lost=table.lost(setting),
     )
-
-
-def _item_count(table: SweepTable, test: str) -> int | None:
-    """Return the number of items behind each error rate of the column `test`; None if unknown or not constant."""
-    name = f"{test}.items"
-    counts = table.column(name)
-    known = np.unique(counts[np.isfinite(counts)])
-    return int(known[0]) if len(known) == 1 else None
 
 
 def compare_settings(

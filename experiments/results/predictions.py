@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as compute
 import pyarrow.parquet as pq
 
+from flatshift.experiments.statistics.intervals import Interval
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.bootstrap import ResampledMetric, group_interval, ratio_statistic
 from flatshift.finetune.evaluate.metrics import find_metric
@@ -130,19 +131,13 @@ def read_predictions(run: Path, name: str = NAME) -> dict[str, Predictions]:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """Metric of one run minus another's. paired: on the same rows, by one bootstrap over them."""
+class Difference(Interval):
+    """Metric of one run minus another's. paired: on the same `n` rows, by one bootstrap over them."""
 
-    value: float
     low: float | None = None
     high: float | None = None
     n: int = 0
     paired: bool = False
-
-    @property
-    def clear(self) -> bool:
-        """True if the interval excludes zero."""
-        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
 
 @dataclass(frozen=True)

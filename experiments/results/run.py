@@ -477,7 +477,13 @@ def list_directories(folder: Path) -> list[DirectoryEntry]:
     """
     if not folder.is_dir():
         raise UserError(f"{folder} is no directory; name the folder that your runs are in, for example `runs`")
-    entries = [_directory_entry(path, folder) for path in _iter_runs(folder, _MAX_DEPTH)]
+    entries = []
+    for path in _iter_runs(folder, _MAX_DEPTH):
+        name = path.relative_to(folder).as_posix() if path != folder else path.name or str(path)
+        try:
+            entries.append(_run_entry(read_run(path), name))
+        except UserError as error:
+            entries.append(DirectoryEntry(name, "?", f"broken: {error}"[:160], date=_modified_time(path)))
     return sorted(entries, key=lambda entry: (entry.date, entry.path))
 
 
@@ -490,14 +496,6 @@ def _iter_runs(folder: Path, depth: int) -> Iterator[Path]:
         for path in sorted(folder.iterdir()):
             if path.is_dir() and not path.is_symlink() and path.name[0] != "." and path.name not in skipped:
                 yield from _iter_runs(path, depth - 1)
-
-
-def _directory_entry(path: Path, folder: Path) -> DirectoryEntry:
-    name = path.relative_to(folder).as_posix() if path != folder else path.name or str(path)
-    try:
-        return _run_entry(read_run(path), name)
-    except UserError as error:
-        return DirectoryEntry(name, "?", f"broken: {error}"[:160], date=_modified_time(path))
 
 
 def _run_entry(run: RunResults, name: str) -> DirectoryEntry:

@@ -185,16 +185,18 @@ def read_sweep(folder: Path) -> SweepData | None:
     requested = plan.get("metric")
     metric = loss_form(requested) if isinstance(requested, str) and requested in METRICS else None
     cells = _with_errors(_concat([cells], rows), metric)
-    axes, fixed = _split_axes(cells, _declared_axes(plan))
+    axes, fixed = _split_axes(cells, plan)
     together: list[CoupledAxis] = []
     if plan.get("design") == "paired":
         axes, together = _split_coupled_axes(cells, axes)
     late = [folder / "cells" / str(row["cell"]) for row in rows]
-    traces, rows = _read_late_traces(late, cells, axes, _recorded_steps(curves))
+    recorded = curves.column(STEP).unique().to_pylist() if curves is not None and STEP in curves.column_names else []
+    traces, rows = _read_late_traces(late, cells, axes, [int(step) for step in recorded if step is not None])
     curves = _concat([curves, *traces], rows)
-    trace = (
-        SweepTable(_last_stage_rows(curves), (*axes, STEP)) if STEP in curves.column_names and curves.num_rows else None
-    )
+    # Steps restart in each stage, and only the last one trains on the task's labels.
+    if "stage" in curves.column_names and len(stages := curves.column("stage").unique()) > 1:
+        curves = curves.filter(pc.equal(curves.column("stage"), stages[-1]))
+    trace = SweepTable(curves, (*axes, STEP)) if STEP in curves.column_names and curves.num_rows else None
     search, level = plan.get("bisection"), plan.get("level")
     data = SweepData(
         cells,
@@ -229,10 +231,10 @@ def _concat(tables: Sequence[pa.Table | None], rows: list[dict[str, Any]]) -> pa
 
 def _rows_to_table(rows: list[dict[str, Any]]) -> pa.Table:
     names = list(dict.fromkeys(key for row in rows for key in row))
-    return pa.table({name: _to_array([row.get(name) for row in rows]) for name in names})
+    return pa.table({name: to_array([row.get(name) for row in rows]) for name in names})
 
 
-def _to_array(values: list[Any]) -> pa.Array:
+def to_array(values: list[Any]) -> pa.Array:
     """Return values as a column; as text if they are lists or of incompatible types."""
     try:
         column = pa.array(values)
@@ -260,14 +262,6 @@ def _with_errors(table: pa.Table, metric: str | None) -> pa.Table:
     return table
 
 
-def _last_stage_rows(table: pa.Table) -> pa.Table:
-    """Return the rows of the last stage: steps restart in each, and only the last trains on the task's labels."""
-    if "stage" not in table.column_names:
-        return table
-    stages = list(dict.fromkeys(table.column("stage").to_pylist()))
-    return table.filter(pc.equal(table.column("stage"), stages[-1])) if len(stages) > 1 else table
-
-
 def _result_row(file: Path) -> dict[str, Any]:
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
@@ -282,12 +276,6 @@ def _result_row(file: Path) -> dict[str, Any]:
     return row
 
 
-def _recorded_steps(curves: pa.Table | None) -> set[int]:
-    if curves is None or STEP not in curves.column_names:
-        return set()
-    return {int(step) for step in curves.column(STEP).unique().to_pylist() if step is not None}
-
-
 def add_derived_metrics(data: SweepData) -> None:
     """Add `grad.norm` = √(‖gA‖² + ‖gB‖²) and `sharpness.ratio` = lr·λ_max / `data.stability` to trace and cells.
 
@@ -297,7 +285,10 @@ def add_derived_metrics(data: SweepData) -> None:
     trace = data.trace
     if trace is None:
         return
-    cells, steps = _cell_rows(data), trace.column(STEP)
+    cells, steps = np.full(len(trace), -1), trace.column(STEP)  # −1: a row whose cell is not in the table
+    if "cell" in data.table.column_names and "cell" in trace.table.column_names:
+        rows = pc.index_in(trace.table.column("cell"), value_set=data.table.column("cell").combine_chunks())
+        cells = rows.fill_null(-1).to_numpy().astype(np.int64)
 
     def add(name: str, values: np.ndarray, rows: np.ndarray) -> None:
         trace.add(name, values)
@@ -314,24 +305,18 @@ def add_derived_metrics(data: SweepData) -> None:
         add(SHARPNESS, trace.column("sharpness.preconditioned") * trace.column("lr") / data.stability, cells >= 0)
 
 
-def _cell_rows(data: SweepData) -> np.ndarray:
-    """Return int64 [rows of the trace]: the row in `data` of each one's cell, −1 if it has none."""
-    assert data.trace is not None
-    if "cell" not in data.table.column_names or "cell" not in data.trace.table.column_names:
-        return np.full(len(data.trace), -1)
-    rows = pc.index_in(data.trace.table.column("cell"), value_set=data.table.column("cell").combine_chunks())
-    return rows.fill_null(-1).to_numpy().astype(np.int64)
-
-
 SPLITS = ("train", "dev", "test")
 _RECORDED = ("grad.", "update.", "sharpness.")
 _OWN = frozenset({"cell", "seed", "status"})
 
 
-def _split_axes(table: pa.Table, declared: Iterable[str] | None) -> tuple[list[str], dict[str, Any]]:
-    """Return (columns that vary, {column: value} of those that do not)."""
-    if declared is None:
-        declared = [c for c in table.column_names if c not in _OWN and "." in c and not _is_metric_column(c)]
+def _split_axes(table: pa.Table, plan: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """Return (columns that vary, {column: value} of those that do not) among the plan's keys, the searched one too."""
+    declared = [c for c in table.column_names if c not in _OWN and "." in c and not _is_metric_column(c)]
+    if plan:
+        search = plan.get("bisection")
+        searched = [str(search["key"])] if isinstance(search, dict) and "key" in search else []
+        declared = list(dict.fromkeys([*plan["grid"], *searched]))
     levels = {c: encode_column(table, c)[0] for c in declared} if table.num_rows else {}
     return [c for c, v in levels.items() if len(v) > 1], {c: v[0] for c, v in levels.items() if len(v) == 1}
 
@@ -371,15 +356,6 @@ def read_plan(path: Path) -> dict[str, Any]:
     except (KeyError, TypeError) as error:
         raise UserError(f"{path}: has no `grid`; {AGAIN}") from error
     return plan
-
-
-def _declared_axes(plan: dict[str, Any]) -> list[str] | None:
-    """Return the keys of the grid and the searched one; None without a plan."""
-    if not plan:
-        return None
-    search = plan.get("bisection")
-    searched = [str(search["key"])] if isinstance(search, dict) and "key" in search else []
-    return list(dict.fromkeys([*plan["grid"], *searched]))
 
 
 def _valid_epsilon(record: Mapping[str, Any]) -> float | None:

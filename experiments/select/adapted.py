@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Embed = Callable[[list[str]], np.ndarray]
-_LANGUAGE = LanguageModel(pack=False)
+LANGUAGE = LanguageModel(pack=False)
 _FLOOR = 1e-12
 """Added to second moments, relative to their mean."""
 
@@ -51,7 +51,7 @@ def gradient_embedder(recipe: Recipe, embedder: Gradients, texts: Sequence[str],
         """Yield gradients, and the indices of their texts, batch by batch."""
         for low in range(0, len(texts), embedder.batch_size):
             batch = texts[low : low + embedder.batch_size]
-            rows, numbers = gradients.of(_encode_texts(batch, tokenizer, embedder.max_length))
+            rows, numbers = gradients.of(encode_texts(batch, tokenizer, embedder.max_length))
             yield rows, low + np.array(numbers, dtype=np.int64)
 
     if embedder.adam:
@@ -109,11 +109,11 @@ class SampleGradients:
 
             hooks.append(module.register_forward_hook(record))
         try:
-            for micro in EvalBatching(self.batch_size, self.pad_id).batches(examples, _LANGUAGE):
+            for micro in EvalBatching(self.batch_size, self.pad_id).batches(examples, LANGUAGE):
                 batch = micro.to(self.device)
                 with torch.enable_grad():
                     logits = self.model(**batch.inputs, use_cache=False).logits
-                    nats, row = token_nats(logits, batch.labels, _LANGUAGE)
+                    nats, row = token_nats(logits, batch.labels, LANGUAGE)
                     counts = torch.bincount(row, minlength=len(micro.rows)).clamp(min=1)
                     # Texts of a batch do not interact, so the gradients of the sum are those of each text.
                     (nats / counts[row]).sum().backward()
@@ -146,7 +146,7 @@ def train_loss_gap(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> 
 
     seed = derive_seed(recipe.train.seed, "select", "loss gap")
     model, tokenizer, device = _load_adapted_backbone(recipe, settings.rank, seed)
-    examples = _encode_texts(list(target), tokenizer, settings.max_length)
+    examples = encode_texts(list(target), tokenizer, settings.max_length)
     if not examples:
         raise UserError("select.target: no text holds a token; loss-gap has nothing to read")
     size = min(settings.batch_size, len(examples))
@@ -156,7 +156,7 @@ def train_loss_gap(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> 
     )  # fmt: skip
     batches = TrainingDataLoader(
         examples,
-        task=_LANGUAGE,
+        task=LANGUAGE,
         batch_size=size,
         accumulate=1,
         seed=derive_seed(seed, "order"),
@@ -167,7 +167,7 @@ def train_loss_gap(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> 
     with temporary_directory("flatshift-gap-") as folder:
         stage = TrainingStage(
             name="loss gap",
-            task=_LANGUAGE,
+            task=LANGUAGE,
             batches=batches,
             dev=[],
             optimizer=Optimizer(lr=settings.lr),
@@ -180,12 +180,12 @@ def train_loss_gap(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> 
         Trainer(Engine.alone(model), tokenizer, stage).fit()
 
     def measure(texts: Sequence[str]) -> np.ndarray:
-        encoded = _encode_texts(list(texts), tokenizer, settings.max_length)
+        encoded = encode_texts(list(texts), tokenizer, settings.max_length)
         inference = EvalBatching.of(tokenizer, train, batch_size=64, device=device)
         with evaluation_mode(model):
-            after, tokens = document_nats(model, encoded, inference, task=_LANGUAGE)
+            after, tokens = document_nats(model, encoded, inference, task=LANGUAGE)
             with model.disable_adapter():
-                before, _ = document_nats(model, encoded, inference, task=_LANGUAGE)
+                before, _ = document_nats(model, encoded, inference, task=LANGUAGE)
         out = np.full(len(texts), np.nan)
         out[[int(example.id) for example in encoded]] = (after - before) / np.maximum(tokens, 1)
         return out
@@ -200,14 +200,14 @@ def _load_adapted_backbone(recipe: Recipe, rank: int, seed: int) -> tuple[Any, A
     from flatshift.finetune.models.load import load_backbone
 
     device = resolve_device(recipe.train.device)
-    model = load_backbone(recipe.backbone, task=_LANGUAGE, precision="fp32", device=device)
-    wrapped = attach_adapter(model, Adapter(rank=rank), task=_LANGUAGE, seed=seed)
+    model = load_backbone(recipe.backbone, task=LANGUAGE, precision="fp32", device=device)
+    wrapped = attach_adapter(model, Adapter(rank=rank), task=LANGUAGE, seed=seed)
     return wrapped.eval(), open_backbone(recipe.backbone).tokenizer, device
 
 
-def _encode_texts(texts: Sequence[str], tokenizer: Any, max_length: int) -> list[Any]:
+def encode_texts(texts: Sequence[str], tokenizer: Any, max_length: int) -> list[Any]:
     """Encode texts as examples whose id is the text's number; texts without a token are left out."""
     from flatshift.finetune.data.encoding import encode
 
     rows = [Row({"text": text}, str(i), f"text {i}") for i, text in enumerate(texts)]
-    return list(encode(rows, task=_LANGUAGE, tokenizer=tokenizer, max_length=max_length, bad_rows="skip").examples)
+    return list(encode(rows, task=LANGUAGE, tokenizer=tokenizer, max_length=max_length, bad_rows="skip").examples)

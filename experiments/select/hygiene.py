@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from flatshift.selection.hygiene import CleaningResult, DropList
 
 _BLOCK_ROWS = 4096
+_LIMITS = (
+    ("decontaminate", "too_short", "evaluation texts are too short to be looked for by their words"),
+    ("decontaminate", "common", "evaluation n-grams are so common in the pool that they count as phrases"),
+    ("near", "left_out", "pairs in large crowds were not compared"),
+)
 
 
 def clean_rows(
@@ -104,7 +109,9 @@ def clean_rows(
     console.say(
         f"hygiene: {len(rows):,} records, {len(remaining):,} kept; {_drop_summary(cleaned)}; drops.jsonl has each one"
     )
-    _print_limits(cleaned, console)
+    for step, name, sentence in _LIMITS:
+        if count := cleaned.diagnostics.get(step, {}).get(name):
+            console.say(f"note: {count:,} {sentence}")
     return remaining, manifest
 
 
@@ -170,15 +177,3 @@ def _drop_summary(cleaned: CleaningResult) -> str:
     if cleaned.pieces:
         counts.append(f"{len(cleaned.pieces):,} cut into {sum(map(len, cleaned.pieces.values())):,} pieces")
     return "dropped " + ", ".join(counts)
-
-
-def _print_limits(cleaned: CleaningResult, console: Console) -> None:
-    ngrams = cleaned.diagnostics.get("decontaminate", {})
-    if ngrams.get("too_short"):
-        console.say(f"note: {ngrams['too_short']:,} evaluation texts are too short to be looked for by their words")
-    if ngrams.get("common"):
-        console.say(
-            f"note: {ngrams['common']:,} evaluation n-grams are so common in the pool that they count as phrases"
-        )
-    if cleaned.diagnostics.get("near", {}).get("left_out"):
-        console.say(f"note: {cleaned.diagnostics['near']['left_out']:,} pairs in large crowds were not compared")

@@ -18,12 +18,10 @@ import numpy as np
 
 from flatshift.experiments.recipe.schema import Recipe, Select
 from flatshift.experiments.run.console import Console, ProgressBar
-from flatshift.experiments.select.adapted import train_loss_gap
+from flatshift.experiments.select.adapted import LANGUAGE, encode_texts, train_loss_gap
 from flatshift.experiments.select.outputs import to_json_values
 from flatshift.experiments.select.pool import PoolAndTarget
-from flatshift.finetune.data.rows import Row
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.tasks import LanguageModel
 from flatshift.selection.config import Domains, LossGap, Method, Perplexity, ranking_method, required_inputs
 from flatshift.selection.errors import TooLittleMemory
 from flatshift.selection.features import FeatureCache
@@ -119,22 +117,19 @@ def backbone_nll(recipe: Recipe, method: Method, target: Sequence[str], state: P
 def _build_nll(recipe: Recipe, max_length: int) -> Measure:
     from flatshift.finetune.compute.cuda_status import resolve_device
     from flatshift.finetune.compute.precision import infer_precision
-    from flatshift.finetune.data.encoding import encode
     from flatshift.finetune.data.eval_batching import EvalBatching
     from flatshift.finetune.evaluate.perplexity import document_nats
     from flatshift.finetune.models.backbone import open_backbone
     from flatshift.finetune.models.load import load_backbone
 
-    task = LanguageModel(pack=False)
     device = resolve_device(recipe.train.device)
     tokenizer = open_backbone(recipe.backbone).tokenizer
-    model = load_backbone(recipe.backbone, task=task, precision=recipe.train.precision, device=device).eval()
+    model = load_backbone(recipe.backbone, task=LANGUAGE, precision=recipe.train.precision, device=device).eval()
     inference = EvalBatching.of(tokenizer, infer_precision(recipe.train, model), batch_size=64, device=device)
 
     def measure(texts: Sequence[str]) -> np.ndarray:
-        rows = [Row({"text": text}, str(i), f"text {i}") for i, text in enumerate(texts)]
-        encoded = encode(rows, task=task, tokenizer=tokenizer, max_length=max_length, bad_rows="skip").examples
-        nats, tokens = document_nats(model, encoded, inference, task=task)
+        encoded = encode_texts(texts, tokenizer, max_length)
+        nats, tokens = document_nats(model, encoded, inference, task=LANGUAGE)
         out = np.full(len(texts), np.nan)
         out[[int(example.id) for example in encoded]] = nats / np.maximum(tokens, 1)
         return out

@@ -37,13 +37,16 @@ def write_selection(
 
     chosen: row numbers, repeated for a row that is to be trained on more than once.
     """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     spec = select_settings(recipe)
     rows, rank = sides.pool.rows, selector.ranks()
     scores = np.asarray(selector.scores_, dtype=np.float64)
     times = np.bincount(chosen, minlength=len(rank))
     selected = times > 0
     nearest = selector.nearest_target_
-    table = {
+    table: dict[str, Any] = {
         "id": rows.ids,
         "score": scores,
         "rank": rank,
@@ -52,7 +55,17 @@ def write_selection(
         "nearest_target": None if nearest is None else np.array([r.id for r in sides.target.rows], object)[nearest],
         "domain": sides.domains[0],
     }
-    _write_scores(directory, table)
+    # In the order of `table`; a column that is None is null throughout.
+    kinds = (pa.string(), pa.float64(), pa.int64(), pa.bool_(), pa.int32(), pa.string(), pa.string())
+    schema = pa.schema(list(zip(table, kinds, strict=True)))
+    with pq.ParquetWriter(directory / "scores.parquet", schema) as writer:
+        for low in range(0, len(rank), _GROUP_ROWS):
+            group = slice(low, min(low + _GROUP_ROWS, len(rank)))
+            arrays = [
+                pa.nulls(group.stop - low, kind) if column is None else pa.array(column[group], kind)
+                for column, kind in zip(table.values(), kinds, strict=True)
+            ]
+            writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
     _write_selected(directory, rows.take(chosen), scores[chosen], rank[chosen], spec.columns.id)
     if nearest is not None:
         targets = [sides.target.rows[number] for number in dict.fromkeys(nearest[chosen].tolist())]
@@ -61,32 +74,10 @@ def write_selection(
                 text = " ".join(str(row.values.get("text", "")).split())
                 handle.write(json_text({"id": row.id, "text": text[:_MAX_CHARACTERS]}) + "\n")
     if sides.x is not None and sides.y is not None:
-        import pyarrow.parquet as pq
-
         coordinates = project(sides.x, sides.y, selected, seed=derive_seed(recipe.train.seed, "map"), max_points=4000)
         pq.write_table(coordinates, directory / "map.parquet")
     if spec.pool.files == ("sample:pool",):
         _write_hidden_domains(directory, set(rows.ids))
-
-
-def _write_scores(directory: Path, columns: dict[str, Any]) -> None:
-    """Write the table one group of rows at a time; a column that is None is null throughout."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    # In the order of `columns`.
-    kinds = (pa.string(), pa.float64(), pa.int64(), pa.bool_(), pa.int32(), pa.string(), pa.string())
-    schema = pa.schema(list(zip(columns, kinds, strict=True)))
-    count = len(columns["rank"])
-    with pq.ParquetWriter(directory / "scores.parquet", schema) as writer:
-        for low in range(0, count, _GROUP_ROWS):
-            group = slice(low, min(low + _GROUP_ROWS, count))
-            values = [None if columns[name] is None else columns[name][group] for name in schema.names]
-            arrays = [
-                pa.nulls(group.stop - low, kind) if column is None else pa.array(column, kind)
-                for column, kind in zip(values, kinds, strict=True)
-            ]
-            writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
 
 
 def _write_selected(directory: Path, rows: RowView, scores: np.ndarray, ranks: np.ndarray, id_column: str) -> None:

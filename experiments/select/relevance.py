@@ -36,7 +36,7 @@ def apply_relevance(
 ) -> tuple[PoolRecords, np.ndarray | None, dict[str, Any] | None]:
     """Return the kept pool, its rows' weights (None: uniform), and the manifest entry (None: not requested).
 
-    Raises UserError if no record has a domain.
+    Raises UserError if no record has a domain, or if the embedder knows no token of either side.
     """
     settings = spec.relevance
     if settings is None:
@@ -60,7 +60,18 @@ def apply_relevance(
     samples = {name: vectors.pool(view.take(numbers), f"embed {name}") for name, numbers in rows.items()}
     target = vectors.target()
     if spec.own is None:
-        samples, target = _drop_unknown_texts(samples, target, console)
+        # Without texts whose tokens are all unknown, and without domains that are left empty.
+        known = {name: np.asarray(x)[nonzero_rows(x)] for name, x in samples.items()}
+        samples, target = {name: x for name, x in known.items() if len(x)}, target[nonzero_rows(target)]
+        if not samples or not len(target):
+            side = "target" if not len(target) else "pool"
+            raise UserError(
+                f"select.relevance: the embedder knows no token of the {side}'s texts; choose another embedder"
+            )
+        if empty := [name for name in known if name not in samples]:
+            console.say(
+                f"domains of whose samples the embedder knows no token are as far as can be: {', '.join(empty)}"
+            )
     # The cost of the ranking method, inside domains that of the inner one.
     cost = getattr(ranking_method(spec.method), "cost", "sqeuclidean")
     distances = domain_distances(samples, target, epsilon=settings.epsilon, seed=seed, cost=cost)
@@ -76,21 +87,3 @@ def apply_relevance(
     console.say(f"domains by distance to the target: {listed}; {', '.join(chosen)} stay, {len(remaining):,} records")
     record |= {"chosen": chosen, "records_before": len(view), "records_without_domain": domains.count(None)}
     return replace(pool, rows=view.take(remaining)), None, record
-
-
-def _drop_unknown_texts(
-    samples: dict[str, Any], target: np.ndarray, console: Console
-) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Return samples of domains and target without texts whose tokens are all unknown, and without domains left empty.
-
-    Raises UserError if nothing is left of either side.
-    """
-    known = {name: np.asarray(x)[nonzero_rows(x)] for name, x in samples.items()}
-    empty = [name for name, x in known.items() if not len(x)]
-    target = target[nonzero_rows(target)]
-    if len(empty) == len(known) or not len(target):
-        side = "target" if not len(target) else "pool"
-        raise UserError(f"select.relevance: the embedder knows no token of the {side}'s texts; choose another embedder")
-    if empty:
-        console.say(f"domains of whose samples the embedder knows no token are as far as can be: {', '.join(empty)}")
-    return {name: x for name, x in known.items() if len(x)}, target

@@ -5,12 +5,13 @@ flatshift select --pool pool.jsonl --target target.jsonl --budget 500 --out sele
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -142,7 +143,12 @@ def select_into(
     sides = _read_sides(recipe, directory, console)
     vectors = Vectors(recipe, sides.pool, sides.target, sides.negative, directory, console, state)
     _embed_sides(recipe, sides, vectors, console)
-    _tokenise_sides(recipe, sides, directory, console)
+    if "tokens" in required_inputs(spec.method):
+        tokenize, size = backbone_tokenizer(recipe)
+        texts = sides.pool.rows.texts
+        with console.task("tokenise pool", len(texts), "texts") as task:
+            pool = TokenRows.spilled(texts, tokenize, size, directory / ".pool.tokens", task)
+        sides.tokens = pool, TokenRows.of(tokenize([row.values["text"] for row in sides.target.rows]), size)
     embedded, peak = time.monotonic(), {"features": _peak_bytes()}
     selector = _fit_selector(recipe, sides, vectors, console, state, fit)
     chosen = np.asarray(selector.select(spec.budget))
@@ -184,9 +190,8 @@ def select_into(
     entry |= {
         name: to_json_values(value) for name, value in (("checks", checks), ("profile", profile)) if value is not None
     }
-    chunk = None
-    if spec.chunk is not None:
-        chunk = {"unit": spec.chunk.unit, "size": spec.chunk.size, "records": sides.records, "pieces": sides.pieces}
+    cut = {"records": sides.records, "pieces": sides.pieces}
+    chunk = spec.chunk and {"unit": spec.chunk.unit, "size": spec.chunk.size, **cut}
     features = {side: copy.record for side, copy in vectors.copies.items()}
     optional = {"hygiene": sides.hygiene, "chunk": chunk, "relevance": sides.relevance,
                 "cache": vectors.cache_use or None, "features": features or None}  # fmt: skip
@@ -243,8 +248,7 @@ def _read_sides(recipe: Recipe, directory: Path, console: Console) -> PoolAndTar
 
 def _embed_sides(recipe: Recipe, sides: PoolAndTarget, vectors: Vectors, console: Console) -> None:
     spec = select_settings(recipe)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
+    with _warnings_printed(console):
         with report_bad_rows(vectors, sides.by_name):
             sides.pool, sides.weights, sides.relevance = apply_relevance(
                 spec, sides.pool, vectors, recipe.train.seed, console
@@ -252,7 +256,6 @@ def _embed_sides(recipe: Recipe, sides: PoolAndTarget, vectors: Vectors, console
         _check_budget(spec, len(sides.pool.rows))
         if needs_vectors(spec):
             sides.x, sides.y, sides.z = vectors.pool(sides.pool.rows), vectors.target(), vectors.negative()
-    _print_warnings(caught, console)
     if sides.x is not None and sides.y is not None and embeds_texts(spec):
         sides.pool, sides.x, known = drop_unknown_texts(sides.pool, sides.x, spec.pool.files, "pool", console)
         if sides.weights is not None and known is not None:
@@ -264,17 +267,6 @@ def _embed_sides(recipe: Recipe, sides: PoolAndTarget, vectors: Vectors, console
             )
         _check_budget(spec, len(sides.pool.rows))
     sides.domains = record_domains(sides.pool, spec), record_domains(sides.target, spec)
-
-
-def _tokenise_sides(recipe: Recipe, sides: PoolAndTarget, directory: Path, console: Console) -> None:
-    spec = select_settings(recipe)
-    if "tokens" not in required_inputs(spec.method):
-        return
-    tokenize, size = backbone_tokenizer(recipe)
-    texts = sides.pool.rows.texts
-    with console.task("tokenise pool", len(texts), "texts") as task:
-        pool = TokenRows.spilled(texts, tokenize, size, directory / ".pool.tokens", task)
-    sides.tokens = pool, TokenRows.of(tokenize([row.values["text"] for row in sides.target.rows]), size)
 
 
 def _fit_selector(
@@ -307,12 +299,11 @@ def _fit_selector(
         state=None if state is None else str(state),
     )
     with (
-        warnings.catch_warnings(record=True) as caught,
+        _warnings_printed(console),
         show_progress(console) as progress,
         report_bad_rows(vectors, sides.by_name),
         report_memory_shortage(spec),
     ):
-        warnings.simplefilter("always", UserWarning)
         check_unused_features(spec, sides.x, sides.y)
         checkpoint = None if state is None else ScoreCheckpoint(state, sides)
         if checkpoint is None or not checkpoint.restore(selector):
@@ -323,7 +314,6 @@ def _fit_selector(
                 selector.fit(pool, target, progress=progress, **more)
             if checkpoint is not None and time.monotonic() - began > _LONG_S:
                 checkpoint.save(selector)
-    _print_warnings(caught, console)
     diagnostics = selector.diagnostics_
     if isinstance(spec.method, Auto):
         _print_compared_methods(diagnostics, console)
@@ -393,7 +383,11 @@ def _build_manifest(spec: Select, sides: PoolAndTarget, selector: Selector, chos
     }
 
 
-def _print_warnings(caught: Sequence[warnings.WarningMessage], console: Console) -> None:
+@contextlib.contextmanager
+def _warnings_printed(console: Console) -> Iterator[None]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        yield
     for message in dict.fromkeys(str(item.message) for item in caught if issubclass(item.category, UserWarning)):
         console.say(f"warning: {message}")
 

@@ -277,7 +277,9 @@ def _explain_first(
         return "tokens", records
     if not ranking.by_words:
         return "", [{"id": id_, "words": []} for id_ in rows.ids]
-    target_counts, pool_counts = (_document_frequencies(texts[side]) for side in ("target", "pool"))
+    target_counts, pool_counts = (
+        Counter(word for text in texts[side] for word in set(_WORDS.findall(text))) for side in ("target", "pool")
+    )
     target_size, pool_size = len(texts["target"]), len(texts["pool"])
     for id_, text in zip(rows.ids, rows.texts, strict=True):
         gain = {
@@ -287,10 +289,6 @@ def _explain_first(
         }
         records.append({"id": id_, "words": sorted(gain, key=lambda word: -gain[word])[:_EVIDENCE_WORDS]})
     return "words", records
-
-
-def _document_frequencies(texts: Sequence[str]) -> Counter[str]:
-    return Counter(word for text in texts for word in set(_WORDS.findall(text)))
 
 
 def _warnings(profile: dict[str, Any], targets: int) -> list[str]:

@@ -215,4 +215,5 @@ class CurveShape:
 
 
 def capitalise(sentence: str) -> str:
+    """Return the text with its first letter upper case and all others unchanged."""
     return sentence[:1].upper() + sentence[1:]

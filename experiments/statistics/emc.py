@@ -196,12 +196,7 @@ def _interpolate_crossing(position: np.ndarray, rising: np.ndarray, epsilon: flo
 
 
 def _isotonic(y: np.ndarray) -> np.ndarray:
-    """Return the non-decreasing sequence closest to `y` in least squares, by pool adjacent violators."""
-    blocks: list[tuple[float, int]] = []
-    for value in y:
-        mean, size = float(value), 1
-        while blocks and blocks[-1][0] > mean:
-            previous, count = blocks.pop()
-            mean, size = (mean * size + previous * count) / (size + count), size + count
-        blocks.append((mean, size))
-    return np.concatenate([np.full(size, mean) for mean, size in blocks])
+    """Return the non-decreasing sequence closest to `y` in least squares."""
+    from scipy.optimize import isotonic_regression
+
+    return np.asarray(isotonic_regression(y).x)

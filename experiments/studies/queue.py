@@ -163,15 +163,11 @@ def run_cells(
     try:
         with progress.displayed():
             queue.run_here() if single else queue.run_workers()
-    except (KeyboardInterrupt, StopRequested):
+    except KeyboardInterrupt:
         done = progress.done + progress.failed
         raise Interrupted(
             f"the {label} stopped with {done} of {progress.total} cells finished; the same command continues from there"
         ) from None
-
-
-class StopRequested(Exception):
-    """Raised when a signal asks a cell to stop."""
 
 
 @dataclass
@@ -213,7 +209,7 @@ class _Queue:
             except Interrupted as error:
                 if is_signal(error):
                     self._count_result(cell)
-                    raise StopRequested from error
+                    raise KeyboardInterrupt from error
                 raise
             _freeze_imports()
             self._settle(cell)
@@ -244,7 +240,6 @@ class _Queue:
                     self._clear(worker.cell)
 
     def _start_workers(self) -> None:
-        """Start as many workers as there is work for."""
         busy = sum(1 for worker in self.workers.values() if worker.cell is not None)
         for number in range(self.placement.jobs):
             if len(self.workers) >= busy + len(self.waiting):
@@ -269,7 +264,11 @@ class _Queue:
         except (EOFError, ConnectionResetError):
             reply = None
         if reply is None or not reply.fit:
-            self._dismiss(worker)
+            del self.workers[worker.number]
+            worker.process.join(timeout=10)
+            worker.process.kill()
+            worker.process.join()
+            worker.connection.close()
         cell, worker.cell = worker.cell, None
         if reply is None:
             self._handle_death(worker, cell)
@@ -315,13 +314,6 @@ class _Queue:
             if not self._count_result(cell):  # asked now that nobody else can make one
                 return cell
         return None
-
-    def _dismiss(self, worker: _Worker) -> None:
-        del self.workers[worker.number]
-        worker.process.join(timeout=10)
-        worker.process.kill()
-        worker.process.join()
-        worker.connection.close()
 
     def _handle_death(self, worker: _Worker, cell: Cell | None) -> None:
         """Count the result of a dead worker's cell, or take the cell back."""
@@ -396,9 +388,6 @@ class WorkerReply:
     fit: bool = True
 
 
-READY = WorkerReply("done")
-
-
 def init_worker(parent: int, threads: int) -> None:
     """Give a worker its share of the cores, and end it if its parent is killed.
 
@@ -423,10 +412,13 @@ def run_worker(parent: int, threads: int, out: Path, run: RunCell, connection: C
     with study_lock(out):
         if os.getppid() != parent:
             return
-        connection.send(READY)
+        connection.send(WorkerReply("done"))
         try:
             while (cell := connection.recv()) is not None:
-                reply = _run_for_reply(out, cell, threads, run)
+                try:
+                    reply = WorkerReply("done", fit=run(out, cell, threads))
+                except Interrupted as error:
+                    reply = WorkerReply("stopped" if is_signal(error) else "disk full", str(error), fit=False)
                 _freeze_imports()
                 connection.send(reply)
                 if not reply.fit:
@@ -440,13 +432,6 @@ def _freeze_imports() -> None:
     """Spare all that the first cell imported every later search for garbage (0.3 s each)."""
     gc.collect()
     gc.freeze()
-
-
-def _run_for_reply(out: Path, cell: Cell, threads: int, run: RunCell) -> WorkerReply:
-    try:
-        return WorkerReply("done", fit=run(out, cell, threads))
-    except Interrupted as error:
-        return WorkerReply("stopped" if is_signal(error) else "disk full", str(error), fit=False)
 
 
 def is_signal(error: Interrupted) -> bool:

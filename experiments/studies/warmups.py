@@ -67,14 +67,16 @@ def run_warmup_study(
     }
     run_cells(out, list(cells.values()), DevicePlacement(jobs), console or Console(), label=f"study {name}")
     base = evaluate_perplexity(resolve_auto(load_recipe(recipe, overrides)).recipe, None, splits=("test",))
-    perplexity, cold = _test_perplexity(base)
+    perplexity, _ = _test_perplexity(base)
     rows = []
     floor = None
     for (arm, seed), cell in cells.items():
         test = read_cell_result(out, cell)["metrics"]["test"]
         floor = test["majority_floor"]["value"]
+        before_labels = out / "cells" / cell.key / "stages" / "warm-up" / "eval.json"
+        figures = base if arm.warmup == "cold" else json.loads(before_labels.read_text(encoding="utf-8"))
         metrics = {
-            perplexity: cold if arm.warmup == "cold" else _warm_perplexity(out, cell),
+            perplexity: _test_perplexity(figures)[1],
             "accuracy": test["accuracy"]["value"],
             "f1_macro": test["f1_macro"]["value"],
         }
@@ -106,12 +108,6 @@ def read_cell_result(out: Path, cell: Cell) -> Mapping[str, Any]:
     if result["status"] != "done":
         raise UserError(f"cell {cell.key} of the study failed: {result['reason']}")
     return result
-
-
-def _warm_perplexity(out: Path, cell: Cell) -> float:
-    """Return the perplexity of the target's test texts after the warm-up, before any label was seen."""
-    path = out / "cells" / cell.key / "stages" / "warm-up" / "eval.json"
-    return _test_perplexity(json.loads(path.read_text(encoding="utf-8")))[1]
 
 
 def _test_perplexity(figures: Mapping[str, Any]) -> tuple[str, float]:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.studies.selection_quality.cells import FeaturesCell, PoolCell, SelectionCell, TargetRows, TrainingCell
-from benchmarks.studies.selection_quality.settings import Quality, StudyRecipe, check_cells, check_study
+from benchmarks.studies.selection_quality.settings import Quality, StudyRecipe, check_cells, check_study, settings_tree
 from flatshift.experiments.recipe import from_override, recipe_key
 from flatshift.experiments.recipe.auto import resolve_auto
 from flatshift.experiments.recipe.resolve import resolve_tree
-from flatshift.experiments.recipe.schema import Recipe, block_tree, settings_tree, short_hash
+from flatshift.experiments.recipe.schema import Recipe, drop_default_keys, drop_nulls, short_hash
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.studies.cell import file_digest as digest
 from flatshift.experiments.studies.study import filter_by_flag, locate_file, study_recipe
@@ -215,7 +215,7 @@ class Plan:
         key = short_hash(
             [
                 "pool", digest(file), file_digest(Path(tags)), whole.pool_rows,
-                block_tree("hygiene", recipe.select.hygiene),
+                _hygiene_tree(recipe),
                 settings_tree(recipe.select.columns), recipe.select.bad_rows,
                 [r.identity for r in rows] if recipe.select.hygiene.on else None,
             ]
@@ -257,3 +257,11 @@ def _check_method(method: Method, where: str) -> None:
     short = required_inputs(method) - {"features", "texts", "tokens"}
     if short:
         raise UserError(f"{where}: method {method.kind} needs {', '.join(sorted(short))}, which a study does not have")
+
+
+def _hygiene_tree(recipe: Recipe) -> Any:
+    """Return the settings of hygiene as plain values, without the keys that `recipe_key` leaves out."""
+    assert recipe.select is not None
+    tree = {"hygiene": dataclasses.asdict(recipe.select.hygiene)}
+    drop_default_keys(tree)
+    return drop_nulls(tree)["hygiene"]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from flatshift.experiments.recipe.rules import CELL_RULES, check_rules
-from flatshift.experiments.recipe.schema import Recipe, Select
+from flatshift.experiments.recipe.schema import Recipe, Select, drop_nulls
 from flatshift.finetune.config import DATA_INITS, MAX_LENGTH, check_bounds
 from flatshift.finetune.data.config import Data
 from flatshift.finetune.errors import UserError
@@ -238,3 +238,8 @@ def _leaves(keys: Mapping[str, Any], before: str = "") -> Iterator[str]:
 def _check_rising(name: str, values: tuple[float, ...], least: int) -> None:
     if len(values) < least or any(not value > 0 for value in values) or list(values) != sorted(set(values)):
         raise ValueError(f"{name} must be rising numbers above 0, at least {least}; got {list(values)}")
+
+
+def settings_tree(settings: Any) -> Any:
+    """Return a settings dataclass as plain values, without nulls."""
+    return drop_nulls(asdict(settings))

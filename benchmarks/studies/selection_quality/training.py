@@ -20,8 +20,9 @@ import numpy as np
 from benchmarks.studies.selection_quality.cells import TrainingCell
 from benchmarks.studies.selection_quality.choosing import chosen_rows
 from benchmarks.studies.selection_quality.pool import open_pool, split_rows, target_texts
+from benchmarks.studies.selection_quality.settings import settings_tree
 from benchmarks.studies.selection_quality.texts import packed_rows, plain_form
-from flatshift.experiments.recipe.schema import Recipe, settings_tree, short_hash
+from flatshift.experiments.recipe.schema import Recipe, short_hash
 from flatshift.finetune.config import Optimizer, Train
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.example import Example

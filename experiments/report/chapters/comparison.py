@@ -8,7 +8,6 @@ from typing import Any
 from flatshift.experiments.report import formats
 from flatshift.experiments.report.blocks import Block, ChapterPart, ChartGroup, KeyFigure, Notes, Section, Table
 from flatshift.experiments.report.charts.intervals import effect_chart
-from flatshift.experiments.report.figure import Chart
 from flatshift.experiments.report.html import render_document
 from flatshift.experiments.results.run import RunResults
 from flatshift.finetune.evaluate.metrics import find_metric
@@ -27,7 +26,6 @@ def page(document: Document) -> str:
 
 
 def _part(document: Document) -> ChapterPart:
-    """Build the chapter part of a comparison."""
     ranked = ranked_methods(document)
     clear = [name for name, m in ranked if m["primary"]["p_holm"] is not None and m["primary"]["p_holm"] < 0.05]
     base = document["baseline"]
@@ -57,8 +55,13 @@ def _part(document: Document) -> ChapterPart:
         Section("Runs that failed", [_failed_run_block(document)], folded=not document["diverged"]),
         Section("Protocol", [Notes(document["protocol"])]),
     ]
-    tiles = [_method_tile(name, m, document["metric"]) for name, m in ranked if m["confirmatory"]][:4]
-    return ChapterPart("comparison", [finding], tiles, [s for s in sections if s.blocks], facts)
+    tiles, metric = [], document["metric"]
+    for name, m in [(name, m) for name, m in ranked if m["confirmatory"]][:4]:
+        p = m["primary"]["p_holm"]
+        note = f"{'no p' if p is None else f'p = {formats.number(p)} (Holm)'}, seeds: {m['primary']['n']}"
+        mean, interval = formats.mean_and_interval(m["primary"], _display_factor(metric))
+        tiles.append(KeyFigure(f"{name}, {_difference_unit(metric)}", mean, interval, note))
+    return ChapterPart("comparison", [finding], tiles, sections, facts)
 
 
 def summary_lines(document: Document) -> list[str]:
@@ -86,19 +89,11 @@ def _display_factor(metric: str) -> float:
 
 
 def _difference_unit(metric: str) -> str:
-    """Return the unit of a difference."""
     return "points" if find_metric(metric).shown_as_share else find_metric(metric).unit
 
 
 def _multiply(value: float | None, scale: float) -> float | None:
     return None if value is None else scale * value
-
-
-def _method_tile(name: str, m: Mapping[str, Any], metric: str) -> KeyFigure:
-    mean, interval = formats.mean_and_interval(m["primary"], _display_factor(metric))
-    p = m["primary"]["p_holm"]
-    note = f"{'no p' if p is None else f'p = {formats.number(p)} (Holm)'}, seeds: {m['primary']['n']}"
-    return KeyFigure(f"{name}, {_difference_unit(metric)}", mean, interval, note)
 
 
 def _primary_blocks(document: Document) -> list[Block]:
@@ -133,7 +128,19 @@ def _primary_blocks(document: Document) -> list[Block]:
         "effect found with 80 % power at these seeds. With five seeds a sign-flip p cannot go below 0.0625.",
         words=("method", "kind", "tasks"),
     )
-    blocks: list[Block] = [ChartGroup([forest_plot(document)]), table]
+    # Every method's primary endpoint with its t-interval.
+    forest = effect_chart(
+        "comparison-forest",
+        [(name, m["primary"], not m["confirmatory"]) for name, m in ranked],
+        title="Primary endpoint of every method",
+        caption="Mean over informative tasks, seed-paired, with 95 % t-intervals. Filled: confirmatory; hollow: "
+        "exploratory. In colour where Holm's correction leaves p below 0.05 (blue better, orange worse).",
+        x=f"test {find_metric(metric).title} minus {document['baseline']}, {unit}",
+        left=170,
+        scale=scale,
+        lower_is_better=find_metric(metric).lower,
+    )
+    blocks: list[Block] = [ChartGroup([forest]), table]
     if document["controls"]:
         body = []
         for control in document["controls"]:
@@ -145,22 +152,6 @@ def _primary_blocks(document: Document) -> list[Block]:
         caption = "Effect of the idea itself: method compared with its control, same seeds and tasks; not corrected."
         blocks.append(Table.of(body, caption, words=("contrast",)))
     return blocks
-
-
-def forest_plot(document: Document) -> Chart:
-    """Draw every method's primary endpoint with its t-interval; filled: confirmatory, hollow: exploratory."""
-    metric = document["metric"]
-    return effect_chart(
-        "comparison-forest",
-        [(name, m["primary"], not m["confirmatory"]) for name, m in ranked_methods(document)],
-        title="Primary endpoint of every method",
-        caption="Mean over informative tasks, seed-paired, with 95 % t-intervals. Filled: confirmatory; hollow: "
-        "exploratory. In colour where Holm's correction leaves p below 0.05 (blue better, orange worse).",
-        x=f"test {find_metric(metric).title} minus {document['baseline']}, {_difference_unit(metric)}",
-        left=170,
-        scale=_display_factor(metric),
-        lower_is_better=find_metric(metric).lower,
-    )
 
 
 def _task_section(document: Document, task: str) -> Section:

@@ -35,8 +35,7 @@ def _part(document: Document) -> ChapterPart:
     if grouped:
         for split in document["rows"]:
             sections += _group_sections(document, grouped, split)
-    if document["notes"]:
-        sections.append(Section("What to know", [Notes(document["notes"])]))
+    sections.append(Section("What to know", [Notes(document["notes"])]))
     facts = [
         ("rows", ", ".join(f"{n:,} {split}" for split, n in document["rows"].items())),
         ("task", ", ".join(sorted({subject["task"] for subject in document["subjects"]}))),

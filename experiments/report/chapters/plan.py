@@ -24,7 +24,12 @@ def page(document: Mapping[str, Any]) -> str:
         finding += "." if usable is None else f", of {usable:g} that may be used."
     else:
         finding = f"It does not fit: the nearest mesh, {best['name']}, is short of {best['short_gib']:g} GiB a device."
-    memory = _cause_bars(_coexisting_bytes(best), format_bytes)
+    causes = best["bytes"] | {cause: int(ends[1] * 2**30) for cause, ends in best["outside_gib"].items()}
+    # At the memory peak logits of an evaluation and activations of training never coexist.
+    training = causes["activations"] + causes["work"] >= causes["logits"]
+    for absent in ("logits",) if training else ("activations", "work"):
+        del causes[absent]
+    memory = _cause_bars(causes, format_bytes)
     sections = [
         Section("Memory by cause", [memory], f"Of the fullest rank of {best['name']}."),
         Section("Time by cause", [_cause_bars(best["seconds"], format_duration)], f"Of a step on {best['name']}."),
@@ -36,14 +41,6 @@ def page(document: Mapping[str, Any]) -> str:
     facts = [("backbone", f"{document['frozen']:,} frozen values"), ("adapter", f"{document['trained']:,} trained")]
     part = ChapterPart("plan", [finding], _tiles(document, best), sections, facts)
     return render_document(part, document, name=f"{document['model']} on {document['cluster']}", slug="plan")
-
-
-def _coexisting_bytes(best: Mapping[str, Any]) -> dict[str, int]:
-    """Return bytes by cause at the memory peak: logits of an evaluation and activations of training never coexist."""
-    causes = best["bytes"] | {cause: int(ends[1] * 2**30) for cause, ends in best["outside_gib"].items()}
-    training = causes["activations"] + causes["work"]
-    absent = {"logits"} if training >= causes["logits"] else {"activations", "work"}
-    return {name: value for name, value in causes.items() if name not in absent}
 
 
 def _cause_bars(values: Mapping[str, float], format_value: Callable[[float], str]) -> Bars:

@@ -27,7 +27,7 @@ def part(run: RunResults) -> ChapterPart | None:
         sections = [_answer_section(rows, split)]
     elif "loss.count" in rows:
         sections = [_extreme_loss_section(rows, split)]
-    return ChapterPart(sections=[section for section in sections if section is not None])
+    return ChapterPart(sections=sections)
 
 
 def _class_sections(rows: Predictions, split: str) -> list[Section]:
@@ -61,13 +61,11 @@ def _class_sections(rows: Predictions, split: str) -> list[Section]:
     ]
 
 
-def _example_section(rows: Predictions, split: str) -> Section | None:
+def _example_section(rows: Predictions, split: str) -> Section:
     order = sorted(rows.shown, key=lambda row: -(row.get("probability") or 0.0))
     wrong = [row for row in order if row["label"] != row["predicted"]]
     right = [row for row in order if row["label"] == row["predicted"]]
     chosen = [*((row, "✗") for row in wrong[:_WRONG]), *((row, "✓") for row in right[:_RIGHT])]
-    if not chosen:
-        return None
     cards = []
     for row, mark in chosen:
         facts = [("class", str(row["label"])), ("said", str(row["predicted"]) if mark == "✗" else "")]
@@ -83,7 +81,7 @@ def _example_section(rows: Predictions, split: str) -> Section | None:
     return Section("Rows, wrong and right", [Cards(cards)], lead)
 
 
-def _answer_section(rows: Predictions, split: str) -> Section | None:
+def _answer_section(rows: Predictions, split: str) -> Section:
     """Show generated answers next to the references, wrong ones first."""
     answered = [row for row in rows.shown if row["answer"] is not None]
     wrong = [row for row in answered if not row.get("exact_match")][: _SAMPLES - _RIGHT]
@@ -97,8 +95,6 @@ def _answer_section(rows: Predictions, split: str) -> Section | None:
         for mark, group in (("✗", wrong), ("✓", right))
         for row in group
     ]
-    if not cards:
-        return None
     lead = f"What the model wrote for rows of {split}, greedily, next to the row's own answer."
     return Section("Answers next to references", [Cards(cards)], lead)
 
@@ -108,14 +104,14 @@ def _truncate(text: object, limit: int = 300) -> str:
     return flat if len(flat) <= limit else flat[: limit - 1] + "…"
 
 
-def _extreme_loss_section(rows: Predictions, split: str) -> Section | None:
+def _extreme_loss_section(rows: Predictions, split: str) -> Section:
     losses = [(row["loss"] / row["loss.count"] if row["loss.count"] else 0.0, row) for row in rows.shown]
     order = sorted(losses, key=lambda pair: -pair[0])
-    if len(order) < 2:
-        return None
     ends = [*order[: _HARD // 2], *order[-(_HARD // 2) :]] if len(order) >= _HARD else order
     cards = []
     for index, (nats, row) in enumerate(ends):
         facts = [("nats per token", formats.number(nats)), ("row", str(row["row"]))]
         cards.append(Card("↑" if index < len(ends) / 2 else "↓", str(row["text"]), facts))
-    return Section("Hardest and easiest rows", [Cards(cards)], f"By loss per target token, of {split}.")
+    return Section(
+        "Hardest and easiest rows", [Cards(cards if len(order) > 1 else [])], f"By loss per target token, of {split}."
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from flatshift.experiments.report import formats
@@ -32,7 +31,7 @@ def part(run: RunResults) -> ChapterPart | None:
     """Return the part for a directory of `flatshift train`."""
     if not (run.metrics.lines or run.eval or run.stages):
         return None
-    sections = [*_evaluation_sections(run), *_data_sections(run), *training_sections(run)]
+    sections = [*_evaluation_sections(run), _data_section(run), *training_sections(run)]
     return ChapterPart("training run", [_finding(run)], _tiles(run), sections)
 
 
@@ -100,7 +99,7 @@ def _evaluation_sections(run: RunResults) -> list[Section]:
         sections.append(Section("Evaluation", [ChartGroup(charts), _metric_table(run.eval)]))
     for split, cold in run.cold.items():
         table = _baseline_comparison(run, split, cold)
-        sections += [Section("Compared with the base model without adapter", [table])] if table is not None else []
+        sections.append(Section("Compared with the base model without adapter", [table]))
     before, after = run.shift
     rows = []
     for split in before:
@@ -134,7 +133,7 @@ def _baseline_comparison(run: RunResults, split: str, cold: RunEvaluation) -> Ta
         {
             "metric": find_metric(name).title,
             "backbone": formats.with_interval(cold.metrics[name]),
-            "with the adapter, minus that": formats.with_interval(asdict(difference), plus=True),
+            "with the adapter, minus that": formats.with_interval(difference, plus=True),
         }
         for name, difference in paired.items()
     ]
@@ -161,12 +160,12 @@ def _metric_table(tree: dict[str, dict[str, dict[str, Any]]]) -> Table:
 
 
 def training_sections(run: RunResults) -> list[Section]:
-    curves, small = (
-        training_charts.loss_charts(run.metrics, loss_unit=run.loss_unit),
-        training_charts.small_multiples(run.metrics),
-    )
+    curves = training_charts.loss_charts(run.metrics, loss_unit=run.loss_unit)
     if not curves:
         return []
+    small = training_charts.small_multiples(run.metrics)
+    unfolded = [chart for chart in small if chart.name.startswith(_UNFOLDED)]
+    folded = [chart for chart in small if chart not in unfolded]
     notes = []
     if run.metrics.unreadable:
         notes.append(f"{run.metrics.unreadable} torn lines of metrics.jsonl were left out (a writer was killed there).")
@@ -176,22 +175,17 @@ def training_sections(run: RunResults) -> list[Section]:
         notes.append(
             f"The run was resumed or went back: {len(attempts)} attempts; where steps overlap, the last one is shown."
         )
-    blocks: list[Block] = [ChartGroup(curves)]
-    if rewards := training_charts.preference_charts(run.metrics):
-        blocks.append(ChartGroup(rewards))
-    unfolded = [chart for chart in small if chart.name.startswith(_UNFOLDED)]
-    if unfolded:
-        blocks.append(ChartGroup(unfolded, small=True))
-    if notes:
-        blocks.append(Notes(notes))
-    sections = [Section("Training", blocks), *_plan_sections(run)]
-    if folded := [chart for chart in small if chart not in unfolded]:
-        group = ChartGroup(folded, small=True)
-        sections.append(Section("Counters of the regularizer and the machine", [group], folded=True))
-    return sections
+    charts = [curves, training_charts.preference_charts(run.metrics)]
+    groups = [*map(ChartGroup, charts), ChartGroup(unfolded, small=True)]
+    counters = Section("Counters of the regularizer and the machine", [ChartGroup(folded, small=True)], folded=True)
+    return [
+        section
+        for section in (Section("Training", [*groups, Notes(notes)]), _plan_section(run), counters)
+        if section.blocks
+    ]
 
 
-def _plan_sections(run: RunResults) -> list[Section]:
+def _plan_section(run: RunResults) -> Section:
     """Compare predicted with measured step time and memory; bars of memory by cause for each stage."""
     blocks: list[Block] = []
     for stage, done in run.stages.items():
@@ -206,14 +200,12 @@ def _plan_sections(run: RunResults) -> list[Section]:
         "Bars are the plan's bytes by cause. Measured on a CUDA device is what its allocator gave out in steps; on a "
         "CPU, how much the process's own memory grew in them, sampled, so weights and adapter are not in it."
     )
-    return [Section("Predicted and measured", blocks, lead)] if blocks else []
+    return Section("Predicted and measured", blocks, lead)
 
 
-def _data_sections(run: RunResults) -> list[Section]:
+def _data_section(run: RunResults) -> Section:
     """Return the classes and the findings of the data check before step 1."""
-    checks = run.manifest.get("checks")
-    if not isinstance(checks, dict):
-        return []
+    checks = run.manifest.get("checks", {})
     blocks: list[Block] = []
     if findings := checks.get("findings"):
         rows = [[str(finding["text"]), "; ".join(finding["examples"][:3])] for finding in findings]
@@ -222,7 +214,7 @@ def _data_sections(run: RunResults) -> list[Section]:
         rows = [[name, f"{count:,}"] for name, count in counts.items()]
         blocks.append(SearchableTable(["class", "training rows"], rows, numeric=frozenset({1})))
     lead = "What the check of the rows found before step 1 (data.checks)." if findings else ""
-    return [Section("Rows", blocks, lead)] if blocks else []
+    return Section("Rows", blocks, lead)
 
 
 def _incident_notes(run: RunResults) -> list[str]:

@@ -61,7 +61,7 @@ def part(run: RunResults) -> ChapterPart | None:
     selection = run.selection
     if selection is None:
         return None
-    sections = [*_selection_sections(run, selection), *_check_sections(selection), *_removal_sections(selection)]
+    sections = [*_selection_sections(run, selection), *_check_sections(selection), _removal_section(selection)]
     return ChapterPart("selection", [_selection_finding(selection)], _selection_tiles(selection), sections)
 
 
@@ -120,27 +120,21 @@ def _selection_tiles(selection: SelectionResults) -> list[KeyFigure]:
 
 
 def _selection_sections(run: RunResults, selection: SelectionResults) -> list[Section]:
-    blocks: list[Block] = []
     charts = [selection_charts.projection_map(selection)]
     if selection.table is not None and selection.table.num_rows:
         charts = [selection_charts.score_histogram(selection), selection_charts.domain_chart(selection), *charts]
-    if any(charts):
-        blocks.append(ChartGroup([chart for chart in charts if chart]))
-    if notes := _selection_notes(selection):
-        blocks.append(Notes(notes))
-    sections = [Section("Selection", blocks)] if blocks else []
-    if isinstance(profile := selection.about.get("profile"), dict):
+    sections = [Section("Selection", [ChartGroup(charts), Notes(_selection_notes(selection))])]
+    if profile := selection.about.get("profile", {}):
         sections.append(_profile_section(profile))
     if isinstance(tried := selection.about.get("table"), list):
         sections.append(_compared_methods_section(tried, str(selection.about.get("chosen"))))
     records = _top_records(run, selection)
     cards = _cards(selection, records[:9])
-    if cards:
-        known = any(name == "nearest target" for card in cards for name, _ in card.facts)
-        near = ", with their nearest targets" if known else ""
-        spoke = _SPOKE.get(str(profile.get("spoke")), "") if isinstance(profile, dict) else ""
-        lead = f"The {len(cards)} records with the smallest scores{near}.{spoke}"
-        sections.append(Section("First choices", [Cards(cards)], lead))
+    known = any(name == "nearest target" for card in cards for name, _ in card.facts)
+    near = ", with their nearest targets" if known else ""
+    spoke = _SPOKE.get(str(profile.get("spoke")), "")
+    lead = f"The {len(cards)} records with the smallest scores{near}.{spoke}"
+    sections.append(Section("First choices", [Cards(cards)], lead))
     if len(records) > len(cards):
         total = max(len(records), selection.taken if selection.table is not None else 0)
         file = f"{(selection.path / 'selected.jsonl').relative_to(run.path)} has"
@@ -198,10 +192,9 @@ def _profile_section(profile: dict[str, Any]) -> Section:
         ["sources", *(format_shares(s, "sources") for s in sides)],
     ]
     caption = f"Of up to {profile['pool']['texts']:,} texts of each side."
-    blocks: list[Block] = [Table(["", *sides], rows, caption)]
-    if profile.get("warnings"):
-        blocks.insert(0, Notes([str(sentence).capitalize() for sentence in profile["warnings"]]))
-    return Section("What was chosen", blocks, "Compared with target and pool; a record that is read again counts once.")
+    warnings = Notes([str(sentence).capitalize() for sentence in profile["warnings"]])
+    lead = "Compared with target and pool; a record that is read again counts once."
+    return Section("What was chosen", [warnings, Table(["", *sides], rows, caption)], lead)
 
 
 def _selection_notes(selection: SelectionResults) -> list[str]:
@@ -265,9 +258,8 @@ def _truncate(text: str, limit: int) -> str:
 
 
 def _cards(selection: SelectionResults, records: list[_TopRecord]) -> list[Card]:
-    profile = selection.about.get("profile")
-    examples = profile.get("first", []) if isinstance(profile, dict) else []
-    spoke = {str(e.get("id")): ", ".join(map(str, e.get("words", ()))) for e in examples if isinstance(e, dict)}
+    examples = selection.about.get("profile", {}).get("first", [])
+    spoke = {str(example["id"]): ", ".join(example["words"]) for example in examples}
     cards = []
     for position, (record, text, domain, near, target) in enumerate(records, 1):
         facts = [("score", _format_score(record)), ("domain", domain), ("id", str(record.get("id", "")))]
@@ -293,11 +285,9 @@ def _check_sections(selection: SelectionResults) -> list[Section]:
     checks = selection.about.get("checks")
     if not isinstance(checks, dict):
         return []
-    blocks: list[Block] = []
-    if checks["warnings"]:
-        blocks.append(Notes([formats.capitalise(sentence) + "." for sentence in checks["warnings"]]))
+    warnings = Notes([formats.capitalise(sentence) + "." for sentence in checks["warnings"]])
     sampled = checks["rows"] < checks["of"] or checks["targets"] < checks["of_targets"]
-    blocks += [ChartGroup([selection_charts.distance_chart(checks)]), _distance_table(checks, sampled)]
+    charts = ChartGroup([selection_charts.distance_chart(checks)])
     lead = (
         "The change of the transport distance from pool to target when the selection becomes a share λ of the mixture. "
     )
@@ -308,8 +298,9 @@ def _check_sections(selection: SelectionResults) -> list[Section]:
         if sampled
         else "Measured on the whole pool and target."
     )
-    distance = Section("Does the selection bring the pool nearer to the target?", blocks, lead)
-    return [distance, *_coverage_sections(checks.get("coverage"))]
+    title = "Does the selection bring the pool nearer to the target?"
+    distance = Section(title, [warnings, charts, _distance_table(checks, sampled)], lead)
+    return [distance, _coverage_section(checks["coverage"])]
 
 
 def _distance_table(checks: dict[str, Any], sampled: bool) -> Table:
@@ -357,9 +348,7 @@ def _format_range(values: list[float]) -> str:
     return f"{mean} ({low} to {high})"
 
 
-def _coverage_sections(coverage: Any) -> list[Section]:
-    if not isinstance(coverage, dict) or not coverage["worst"]:
-        return []
+def _coverage_section(coverage: dict[str, Any]) -> Section:
     rows = [
         {
             "target": worst["text"] or "(no text)",
@@ -392,18 +381,18 @@ def _coverage_sections(coverage: Any) -> list[Section]:
         f"{sample}The potential g_j, in units of cost: what it costs the pool to reach a target, compared with the "
         "mean one. Nearest records are searched in the whole pool."
     )
-    table = Table.of(rows, caption, words=("target", "id", "served", "nearest record"))
-    return [Section("What the pool cannot serve", [table], f"{lead} Listed by potential, largest first.")]
+    table = Table.of(rows, caption, words=("target", "id", "served", "nearest record")) if rows else None
+    return Section("What the pool cannot serve", [table], f"{lead} Listed by potential, largest first.")
 
 
 _EXAMPLES = 5
 
 
-def _removal_sections(selection: SelectionResults) -> list[Section]:
-    """Return one section with counts of removed records by cause and some examples, if a hygiene step ran."""
+def _removal_section(selection: SelectionResults) -> Section:
+    """Return a section with counts of removed records by cause and some examples, if a hygiene step ran."""
     hygiene = read_object(selection.path / "manifest.json").get("hygiene")
     if not isinstance(hygiene, dict):
-        return []
+        return Section("Removed from the pool", [])
     records = hygiene["records"]
     counts = dict(hygiene["dropped"])
     if hygiene["cut"]:
@@ -413,10 +402,11 @@ def _removal_sections(selection: SelectionResults) -> list[Section]:
     if examples := _read_examples(selection):
         caption = f"The first {len(examples)} with a match; drops.jsonl has every one."
         blocks.append(Table(["record", "cause", "repeats", "in", "similarity"], examples, caption, frozenset({4})))
-    if notes := _removal_notes(hygiene):
-        blocks.append(Notes(notes))
+    notes = [
+        f"{count:,} {sentence}" for step, name, sentence in _REMOVAL_NOTES if (count := hygiene.get(step, {}).get(name))
+    ]
     lead = f"{records:,} records were read, {hygiene['kept']:,} took part in the selection."
-    return [Section("Removed from the pool", blocks, lead)]
+    return Section("Removed from the pool", [*blocks, Notes(notes)], lead)
 
 
 def _read_examples(selection: SelectionResults) -> list[list[str]]:
@@ -446,9 +436,3 @@ _REMOVAL_NOTES = (
     ("decontaminate", "common", "evaluation n-grams are common in the pool and count as ordinary phrases."),
     ("near", "left_out", "pairs in large crowds of texts that share a hash were not compared."),
 )
-
-
-def _removal_notes(hygiene: dict[str, Any]) -> list[str]:
-    return [
-        f"{count:,} {sentence}" for step, name, sentence in _REMOVAL_NOTES if (count := hygiene.get(step, {}).get(name))
-    ]

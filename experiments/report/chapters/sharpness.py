@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import Block, ChapterPart, ChartGroup, Notes, Section, Table
+from flatshift.experiments.report.blocks import ChapterPart, ChartGroup, Notes, Section, Table
 from flatshift.experiments.report.figure import Canvas, Chart, colour, label_ends
 from flatshift.experiments.results.run import RunResults
 from flatshift.finetune.digests import adapter_digest
@@ -28,17 +28,13 @@ def part(run: RunResults) -> ChapterPart | None:
     charts = [_rise_chart(sharpness["measures"], unit)]
     charts += [_line_chart(space, kinds["line"], unit) for space, kinds in slices.items() if "line" in kinds]
     charts += [_contour_chart(space, kinds["plane"], unit) for space, kinds in slices.items() if "plane" in kinds]
-    blocks: list[Block] = [_measure_table(sharpness, unit)]
-    if drawn := [chart for chart in charts if chart is not None]:
-        blocks.append(ChartGroup(drawn))
-    if notes := _notes(run, sharpness):
-        blocks.append(Notes(notes))
     lead = (
         f"Around the trained weights, on {metadata['rows']:,} fixed rows of {metadata['split']}, where the loss is "
         f"{formats.number(float(sharpness['loss']))} {unit}. Comparable between runs that were measured on the same "
         "rows with the same seed and settings."
     )
-    return ChapterPart(sections=[Section("Sharpness", blocks, lead)])
+    table, notes = _measure_table(sharpness, unit), Notes(_notes(run, sharpness))
+    return ChapterPart(sections=[Section("Sharpness", [table, ChartGroup(charts), notes], lead)])
 
 
 def _measure_table(sharpness: dict[str, Any], unit: str) -> Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import Block, ChapterPart, ChartGroup, KeyFigure, Notes, Section, Table
+from flatshift.experiments.report.blocks import ChapterPart, ChartGroup, KeyFigure, Notes, Section, Table
 from flatshift.experiments.report.charts.intervals import IntervalRow, interval_chart
 from flatshift.experiments.report.charts.training import slugify
 from flatshift.experiments.report.figure import Chart
@@ -159,14 +159,11 @@ def _sections(study: Study) -> list[Section]:
                     "pairs": str(c.interval.n),
                 }
             )
-    blocks: list[Block] = [ChartGroup(charts), table]
-    if notes := _notes(study, differences):
-        blocks.append(Notes(notes))
     target, descriptions, tuned = (study.about.get(key) for key in ("target", "describe", "tuned"))
     title = f"Cold, random and GOT-D warm-up × plain and GGPO{f' on {target}' if target else ''}"
     descriptions = descriptions if isinstance(descriptions, dict) else {}
     lead = " ".join(f"{find_metric(name).title.capitalize()}: {text}" for name, text in descriptions.items())
-    sections = [Section(title, blocks, lead)]
+    sections = [Section(title, [ChartGroup(charts), table, Notes(_notes(study, differences))], lead)]
     if differences:
         caption = "Seed-paired differences. Not corrected for the number of comparisons."
         paired = Table.of(differences, caption, words=("metric", "difference", "it"))
@@ -206,12 +203,12 @@ def _notes(study: Study, differences: list[dict[str, str]]) -> list[str]:
     return notes
 
 
-def _charts(study: Study, metric: str) -> list[Chart]:
+def _charts(study: Study, metric: str) -> list[Chart | None]:
     """Draw the arms and, next to them at the same height, their paired differences."""
     contrasts = [c for c in arm_contrasts(study, metric) if c.interval.low is not None]
     rows = len(contrasts) + len({c.group for c in contrasts})
     height = max(66 + 27 * rows, 66 + 30 * len(_sorted_arms(study)))
-    return [c for c in (_arm_chart(study, metric, height), _difference_chart(contrasts, metric, height)) if c]
+    return [_arm_chart(study, metric, height), _difference_chart(contrasts, metric, height)]
 
 
 def _arm_chart(study: Study, metric: str, height: int) -> Chart | None:

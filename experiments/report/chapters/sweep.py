@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import Block, ChapterPart, ChartGroup, KeyFigure, Notes, Section, Table
+from flatshift.experiments.report.blocks import ChapterPart, ChartGroup, KeyFigure, Notes, Section, Table
 from flatshift.experiments.report.chapters import sweep_verdicts
 from flatshift.experiments.report.charts import curve as curve_charts
 from flatshift.experiments.report.charts.curve import Series
-from flatshift.experiments.report.charts.facets import LineSeries, Panel, dynamics_charts, facet_chart
+from flatshift.experiments.report.charts.facets import LineSeries, dynamics_charts, facet_chart
 from flatshift.experiments.report.charts.heat_map import heat_maps
 from flatshift.experiments.report.figure import Chart
 from flatshift.experiments.results.analysis import (
@@ -44,7 +44,10 @@ def part(run: RunResults) -> ChapterPart | None:
     if run.sweep is None:
         return None
     analysis = SweepAnalysis(run.sweep)
-    findings = [sweep_finding(run.sweep, analysis), next_value_effects(run.sweep, analysis), _other_verdicts(analysis)]
+    others = [direction for direction in analysis.directions if direction.curves][1:]
+    text = "; ".join(f"along {formats.axis_name(other.axis)}: {_format_verdicts(other)}" for other in others)
+    findings = [sweep_finding(run.sweep, analysis), next_value_effects(run.sweep, analysis)]
+    findings.append(f"{formats.capitalise(text)}." if text else "")
     return ChapterPart("sweep", findings, sweep_tiles(run.sweep, analysis), sweep_sections(run.sweep, analysis))
 
 
@@ -113,13 +116,6 @@ def next_value_effects(data: SweepData, analysis: SweepAnalysis) -> str:
     return f"One more from there: {'; '.join(parts)}." if parts else ""
 
 
-def _other_verdicts(analysis: SweepAnalysis) -> str:
-    """Return the verdicts along the other axes."""
-    directions = [d for d in analysis.directions if d.curves][1:]
-    text = "; ".join(f"along {formats.axis_name(d.axis)}: {_format_verdicts(d)}" for d in directions)
-    return f"{formats.capitalise(text)}." if text else ""
-
-
 def _format_verdicts(direction: AxisAnalysis) -> str:
     """Format verdicts: `double descent` for one curve, `2 × double descent, 1 × undecided` for several."""
     kinds = Counter(j.verdict.kind for j in direction.curves)
@@ -160,30 +156,33 @@ def sweep_sections(data: SweepData, analysis: SweepAnalysis) -> list[Section]:
     """Return all sections of a sweep, the verdicts first."""
     sections = [_overview_section(data, analysis)]
     top = _top_directions(analysis)
-    sections += [s for d in analysis.directions if (s := _axis_section(data, d, verdicts=d not in top)) is not None]
-    sections += _random_cell_sections(data)
-    sections += _map_sections(data)
+    sections += [_axis_section(data, direction, verdicts=direction not in top) for direction in analysis.directions]
+    sections += [_random_cell_section(data) if data.design == "random" else _map_section(data)]
     axis = main_axis(data)
     if axis is not None and data.design != "random":
         charts, note = curve_charts.capacity_charts(data, axis, analysis)
-        if charts:
-            lead = (
-                "The same errors over what the adapter uses instead of over what it is allowed. Where a line turns "
-                f"back on itself, {axis} is more than one axis of capacity, and a peak along it may be no more than "
-                f"the turn.{note}"
-            )
-            sections.append(Section("Effective parameters", [ChartGroup(charts)], lead))
-        sections += _memorisation_sections(data, analysis)
-    if charts := dynamics_charts(data):
-        sections.append(Section("Training dynamics", [ChartGroup(charts)]))
+        lead = (
+            "The same errors over what the adapter uses instead of over what it is allowed. Where a line turns back on "
+            f"itself, {axis} is more than one axis of capacity, and a peak along it may be no more than the turn.{note}"
+        )
+        sections += [Section("Effective parameters", [ChartGroup(charts)], lead), _memorisation_section(data, analysis)]
+    sections.append(Section("Training dynamics", [ChartGroup(dynamics_charts(data))]))
     return [section for section in [*sections, *_table_sections(data)] if section.blocks]
 
 
 def _overview_section(data: SweepData, analysis: SweepAnalysis) -> Section:
     curves = [curve for direction in _top_directions(analysis) for curve in direction.curves]
     tables = (sweep_verdicts.verdict_table(curves, data.epsilon), sweep_verdicts.bisection_table(data))
-    blocks: list[Block] = [table for table in tables if table is not None]
-    notes = _progress_notes(data)
+    notes = []
+    if data.unfinished:
+        note = (
+            f"{data.unfinished:,} of {data.planned or len(data):,} cells have no result yet; this page shows the others"
+        )
+        if data.seconds:
+            each = statistics.fmean(data.seconds)
+            whole = formats.seconds(each * data.unfinished)
+            note += f". At {formats.seconds(each)} a cell they take {whole} one by one"
+        notes.append(note + ". `flatshift sweep` with the same arguments continues.")
     if data.fixed:
         fixed = ", ".join(f"{k} = {formats.axis_value(v)}" for k, v in data.fixed.items())
         notes.append(f"The same in every cell: {fixed}.")
@@ -202,26 +201,13 @@ def _overview_section(data: SweepData, analysis: SweepAnalysis) -> Section:
     if len(data.versions) > 1:
         versions = ", ".join(f"{version} ({count:,} cells)" for version, count in data.versions)
         notes.append(f"Cells were made by different code: {versions}.")
-    if notes:
-        blocks.append(Notes(notes))
-    return Section("Sweep", blocks)
+    return Section("Sweep", [*tables, Notes(notes)])
 
 
 def _top_directions(analysis: SweepAnalysis) -> list[AxisAnalysis]:
     """Return the directions whose verdicts are at the top: all, or only the first if there are too many verdicts."""
     directions = [direction for direction in analysis.directions if direction.curves]
     return directions if len(analysis.curves) <= _MAX_VERDICTS else directions[:1]
-
-
-def _progress_notes(data: SweepData) -> list[str]:
-    """Describe the cells that an unfinished sweep still lacks."""
-    if not data.unfinished:
-        return []
-    note = f"{data.unfinished:,} of {data.planned or len(data):,} cells have no result yet; this page shows the others"
-    if data.seconds:
-        mean = statistics.fmean(data.seconds)
-        note += f". At {formats.seconds(mean)} a cell they take {formats.seconds(mean * data.unfinished)} one by one"
-    return [note + ". `flatshift sweep` with the same arguments continues."]
 
 
 def _failed_seed_notes(data: SweepData) -> list[str]:
@@ -267,19 +253,18 @@ def _threshold_notes(analysis: SweepAnalysis) -> list[str]:
     return notes
 
 
-def _axis_section(data: SweepData, direction: AxisAnalysis, *, verdicts: bool) -> Section | None:
+def _axis_section(data: SweepData, direction: AxisAnalysis, *, verdicts: bool) -> Section:
     """Build the charts of error and loss along one axis. verdicts: add their table as well."""
     axis, table = direction.axis, direction.table
-    charts = _axis_charts(data, direction)
+    title, charts = f"{direction.kind}: along {formats.axis_name(axis)}", ChartGroup(_axis_charts(data, direction))
     if not charts:
-        return None
+        return Section(title, [])
     comparison, notes = sweep_verdicts.regularizer_table(direction)
     tables = (
         sweep_verdicts.verdict_table(direction.curves, data.epsilon) if verdicts else None,
         sweep_verdicts.emc_table(direction) if axis.endswith("limit") else None,
         comparison,
     )
-    blocks: list[Block] = [ChartGroup(charts), *(table for table in tables if table is not None)]
     if direction.total > len(direction.drawn):
         notes.append(
             f"{len(direction.drawn)} of {direction.total:,} settings of the other axes are drawn, evenly chosen; "
@@ -291,12 +276,10 @@ def _axis_section(data: SweepData, direction: AxisAnalysis, *, verdicts: bool) -
             "in no curve or verdict."
         )
     notes += [f"Not evaluated: {reason}." for reason in direction.refused[:3]]
-    if notes:
-        blocks.append(Notes(notes))
-    return Section(f"{direction.kind}: along {formats.axis_name(axis)}", blocks)
+    return Section(title, [charts, *tables, Notes(notes)])
 
 
-def _axis_charts(data: SweepData, direction: AxisAnalysis) -> list[Chart]:
+def _axis_charts(data: SweepData, direction: AxisAnalysis) -> list[Chart | None]:
     axis, table = direction.axis, direction.table
     main = data.error_columns()[0].partition(".")[2]
     kinds = [kind for kind in dict.fromkeys((main, "error", "loss")) if curve_charts.train_test_series(table, kind)]
@@ -309,7 +292,11 @@ def _axis_charts(data: SweepData, direction: AxisAnalysis) -> list[Chart]:
         if len(direction.drawn) > 1 and (kind != kinds[0] or not is_capacity_axis(axis)):
             charts.append(_faceted_chart(direction, lines, name, title, curve_charts.metric_unit(kind)))
             continue
-        limits = _shared_y_limits(direction, lines, kind)
+        # One y range for all settings, so that their charts are comparable.
+        curves = [table.curve(line.column, axis, setting) for line in lines for setting in direction.drawn]
+        trained = [[(v, p) for v, p in curve if not (axis == STEP and v == 0)] for curve in curves]
+        trained = [curve for curve in trained if curve]
+        limits = curve_charts.y_limits(trained, zero=kind == "error") if trained else None
         for number, setting in enumerate(direction.drawn):
             chart = curve_charts.curve_chart(
                 table,
@@ -326,23 +313,15 @@ def _axis_charts(data: SweepData, direction: AxisAnalysis) -> list[Chart]:
                 wide=len(direction.drawn) == 1 and len(kinds) == 1,
             )
             charts.append(chart)
-    return [chart for chart in charts if chart is not None]
-
-
-def _shared_y_limits(direction: AxisAnalysis, lines: Sequence[Series], kind: str) -> tuple[float, float] | None:
-    """Return one y range for all settings, so that their charts are comparable."""
-    curves = [direction.table.curve(line.column, direction.axis, s) for line in lines for s in direction.drawn]
-    curves = [[(v, p) for v, p in c if not (direction.axis == STEP and v == 0)] for c in curves]
-    return curve_charts.y_limits([c for c in curves if c], zero=kind == "error") if any(curves) else None
+    return charts
 
 
 def _faceted_chart(direction: AxisAnalysis, lines: Sequence[Series], name: str, title: str, y: str) -> Chart | None:
-    """Draw a small panel for each chosen setting."""
     panels = []
     for setting in direction.drawn:
         curves = [direction.table.curve(line.column, direction.axis, setting) for line in lines]
         series = [LineSeries(line.name, line.token, curve) for line, curve in zip(lines, curves, strict=True)]
-        panels.append(Panel(formats.setting(setting), series))
+        panels.append((formats.setting(setting), series))
     return facet_chart(
         panels,
         direction.axis,
@@ -355,23 +334,18 @@ def _faceted_chart(direction: AxisAnalysis, lines: Sequence[Series], name: str, 
     )
 
 
-def _random_cell_sections(data: SweepData) -> list[Section]:
-    if data.design != "random":
-        return []
+def _random_cell_section(data: SweepData) -> Section:
     kind = data.error_columns()[0].partition(".")[2]
     lines = curve_charts.train_test_series(data, kind)
     charts = [
         curve_charts.scatter_chart(data, axis, lines, name=f"sweep-cells-{number}", unit=curve_charts.metric_unit(kind))
         for number, axis in enumerate(a for a in data.axes if data.numeric(a))
     ]
-    drawn = [chart for chart in charts if chart is not None]
-    return [Section("Cells", [ChartGroup(drawn)])] if drawn else []
+    return Section("Cells", [ChartGroup(charts)])
 
 
-def _map_sections(data: SweepData) -> list[Section]:
+def _map_section(data: SweepData) -> Section:
     """Draw rank × steps from the trace, then every pair of numeric axes; word axes only if there are just two axes."""
-    if data.design == "random":
-        return []
     charts: list[Chart] = []
     note = ""
     axis, columns, epsilon = main_axis(data), data.error_columns(), data.epsilon
@@ -391,13 +365,11 @@ def _map_sections(data: SweepData) -> list[Section]:
         names = "-".join(a.rpartition(".")[2].replace("_", "-") for a in (x, y))
         for number, setting in enumerate(sample_settings(data, settings, 1 if len(pairs) > 1 else PANELS)):
             charts += heat_maps(data, x, y, setting, columns, name=f"sweep-map-{names}-{number}", epsilon=epsilon)
-    if not charts:
-        return []
     lead = f"The line is the interpolation threshold, a mean train error of {epsilon:g}.{note}"
-    return [Section("Maps", [ChartGroup(charts)], lead)]
+    return Section("Maps", [ChartGroup(charts)], lead)
 
 
-def _memorisation_sections(data: SweepData, analysis: SweepAnalysis) -> list[Section]:
+def _memorisation_section(data: SweepData, analysis: SweepAnalysis) -> Section:
     """Draw train error on clean and on noisy labels: learning compared with memorisation."""
     series = [
         Series("train.error_clean", "blue", "clean"),
@@ -421,14 +393,11 @@ def _memorisation_sections(data: SweepData, analysis: SweepAnalysis) -> list[Sec
                     *curve, name=name, title=title, unit=unit, crossing=crossing, epsilon=data.epsilon
                 )
             )
-    drawn = [chart for chart in charts if chart is not None]
-    if not drawn:
-        return []
     lead = (
         "Errors against the label that was trained on, on rows with clean and with noisy labels. Memorised: noisy rows "
         "predicted as their wrong label; recovered: predicted as their true one."
     )
-    return [Section("Memorised labels", [ChartGroup(drawn)], lead)]
+    return Section("Memorised labels", [ChartGroup(charts)], lead)
 
 
 def _table_sections(data: SweepData) -> list[Section]:
@@ -462,15 +431,10 @@ def _table_sections(data: SweepData) -> list[Section]:
         "points.csv": "the same, for spreadsheets",
         "curves.parquet": "one row per cell and recorded step",
     }
-    blocks: list[Block] = []
-    if data.versions:
-        rows = [["flatshift " + version, f"{count:,}"] for version, count in data.versions]
-        blocks.append(Table(["made by", "cells"], rows, numeric=frozenset({1})))
-    if data.files:
-        blocks.append(Notes([f"{name} next to this page: {contents[name]}." for name in data.files]))
-    if blocks:
-        sections.append(Section("Code and tables", blocks, folded=True))
-    return sections
+    rows = [["flatshift " + version, f"{count:,}"] for version, count in data.versions]
+    code = Table(["made by", "cells"], rows, numeric=frozenset({1})) if rows else None
+    notes = Notes([f"{name} next to this page: {contents[name]}." for name in data.files])
+    return [*sections, Section("Code and tables", [code, notes], folded=True)]
 
 
 def forecast_sentences(forecast: Mapping[str, Any]) -> list[str]:

@@ -11,8 +11,6 @@ from flatshift.experiments.report import formats
 from flatshift.experiments.report.blocks import Table
 from flatshift.experiments.results.analysis import AnalysedCurve, AxisAnalysis, SweepAnalysis, compare_settings
 from flatshift.experiments.results.sweep import SweepData
-from flatshift.experiments.statistics.curve import Curve
-from flatshift.experiments.statistics.curve_comparison import CurveComparison
 from flatshift.experiments.statistics.emc import Crossing, emc_from_curve
 from flatshift.experiments.statistics.peak import FEWEST_POINTS, FEWEST_SEEDS, PeakTest
 from flatshift.finetune.errors import UserError
@@ -42,7 +40,12 @@ def verdict_table(curves: Sequence[AnalysedCurve], epsilon: float) -> Table | No
 def _verdict_row(curve: AnalysedCurve) -> list[str]:
     peak, train = curve.verdict.peak, curve.verdict.train_peak
     row = [curve.axis.rpartition(".")[2], formats.setting(curve.setting) or "–", curve.verdict.kind]
-    row += _peak_cells(peak, curve) if peak is not None else ["–"] * 4
+    location = height = "–"
+    if peak is not None and peak.rejected:
+        location = ", ".join(_format_position(v) for v in curve.location)
+        height = formats.with_interval(dataclasses.asdict(peak.height) | {"value": peak.height.estimate})
+    detectable = "–" if peak is None else formats.number(peak.detectable.height, 2)
+    row += ["–" if peak is None else _format_p(peak), location, height, detectable]
     return [*row, format_crossing(curve.verdict.crossing), "–" if train is None else _format_p(train)]
 
 
@@ -57,16 +60,6 @@ def format_crossing(crossing: Crossing | None) -> str:
 
 def _format_p(test: PeakTest) -> str:
     return f"{test.p_value:.2g}" if test.p_value >= 1e-4 else "< 0.0001"
-
-
-def _peak_cells(peak: PeakTest, curve: AnalysedCurve) -> list[str]:
-    location = height = "–"
-    if peak.rejected:
-        location = ", ".join(_format_position(v) for v in curve.location)
-        height = formats.with_interval(
-            {"value": peak.height.estimate, "low": peak.height.low, "high": peak.height.high}
-        )
-    return [_format_p(peak), location, height, formats.number(peak.detectable.height, 2)]
 
 
 def _format_position(value: float) -> str:
@@ -97,7 +90,10 @@ def regularizer_table(direction: AxisAnalysis) -> tuple[Table | None, list[str]]
                 if drawn:
                     sentences.append(f"{' vs. '.join(names)}: cannot be said, {error}.")
                 continue
-            rows.append([*names, *_comparison_cells(curve, comparison)])
+            at = "–" if comparison.triple is None else _format_position(curve.values[comparison.triple[1]])
+            p, peak_p = ("–" if value is None else f"{value:.2g}" for value in (comparison.p, comparison.peak_p))
+            mean, peak = (formats.with_interval(each, plus=True) for each in (comparison.mean, comparison.peak))
+            rows.append([*names, mean, p, at, peak, peak_p, formats.with_interval(comparison.threshold)])
             if drawn or comparison.peak is not None or comparison.moved:
                 sentences.append(f"{' vs. '.join(names)}: {comparison.sentence(curve)}")
     if not rows:
@@ -120,13 +116,6 @@ def _with_caption(table: Table, explanations: Mapping[str, str], start: str = ""
     table = table.without_empty_columns()
     sentences = [sentence for column, sentence in explanations.items() if column in table.columns]
     return dataclasses.replace(table, caption=" ".join(filter(None, [start, *sentences])))
-
-
-def _comparison_cells(curve: Curve, comparison: CurveComparison) -> list[str]:
-    at = "–" if comparison.triple is None else _format_position(curve.values[comparison.triple[1]])
-    p, peak_p = ("–" if value is None else f"{value:.2g}" for value in (comparison.p, comparison.peak_p))
-    mean, peak = (formats.with_interval(interval, plus=True) for interval in (comparison.mean, comparison.peak))
-    return [mean, p, at, peak, peak_p, formats.with_interval(comparison.threshold)]
 
 
 def verdict_shortfall(direction: AxisAnalysis) -> str:

@@ -54,7 +54,10 @@ def _part(document: Document) -> ChapterPart:
     sections = [Section("All texts", [Table(head, rows, numeric=frozenset(range(1, len(head))))])]
     if document.get("models"):
         sections.insert(0, _model_section(document))
-        finding = _best_finding(document["models"])
+        bits = {name: model["bits_per_byte"]["value"] for name, model in document["models"].items()}
+        first, *others = sorted(bits, key=lambda name: bits[name])
+        second = f", before {others[0]}" if others else ""
+        finding = f"{first} has the fewest bits per byte: {formats.number(bits[first])}{second}."
     if document["group_by"]:
         sections += [_group_section(document, name) for name in tokenizers]
     scripts: list[Block] = []
@@ -70,13 +73,6 @@ def _part(document: Document) -> ChapterPart:
     ]
     sections.append(Section("What to know", [Notes(notes)]))
     return ChapterPart("tokenizers", [finding], tiles[:6], sections, [("texts", f"{sum(document['rows'].values()):,}")])
-
-
-def _best_finding(models: Document) -> str:
-    ranked = sorted(models, key=lambda name: models[name]["bits_per_byte"]["value"])
-    fewest = formats.number(models[ranked[0]]["bits_per_byte"]["value"])
-    second = f", before {ranked[1]}" if len(ranked) > 1 else ""
-    return f"{ranked[0]} has the fewest bits per byte: {fewest}{second}."
 
 
 def _model_section(document: Document) -> Section:

@@ -21,7 +21,6 @@ from flatshift.experiments.results.analysis import (
 from flatshift.experiments.results.sweep import INTERPOLATION, SweepData
 from flatshift.experiments.results.table import Setting, SweepTable
 from flatshift.experiments.statistics.emc import Crossing
-from flatshift.experiments.statistics.intervals import Interval
 from flatshift.finetune.evaluate.metrics import find_metric
 
 if TYPE_CHECKING:
@@ -85,13 +84,20 @@ def curve_chart(
         threshold = crossing.value if crossing is not None else None
         shaded = analysed is not None and _shade_peak(ax, analysed, scale)
         if threshold is not None:
-            _draw_threshold(ax, scale, threshold, epsilon)
+            at, (low, high) = scale.position(threshold), (min(scale.at.values()), max(scale.at.values()))
+            left = at < low + 0.3 * (high - low)  # near the y axis the label would not fit on the left
+            ax.axvline(at, color=colour("muted"), linewidth=1.3, linestyle=(0, (3, 2)), gid="threshold")
+            place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "va": "top"}
+            place |= {"xytext": (5 if left else -5, -2), "ha": "left" if left else "right"}
+            ax.annotate(f"train error = {epsilon:g}", (at, 1.0), color=colour("muted"), **place)
         ends = []
         for line, curve in curves.items():
             points = [(scale.at[v], p) for v, p in curve if v in scale.at]
             if not points:
                 continue
-            _draw_band(ax, points, line.token)
+            if bounded := [(x, p.low, p.high) for x, p in points if p.low is not None and p.high is not None]:
+                band, lows, highs = zip(*bounded, strict=True)
+                ax.fill_between(band, lows, highs, color=colour(line.token), alpha=0.16, linewidth=0)
             dots: dict[str, Any] = {"marker": "o", "markersize": 5.5, "markeredgecolor": colour("surface")}
             ax.plot([x for x, _ in points], [p.value for _, p in points], color=colour(line.token), **dots)
             if table.seeds > 1 and len(table.rows(setting)) <= _SINGLE_RUNS:
@@ -147,31 +153,6 @@ def _pad_limits(low: float, high: float) -> tuple[float, float]:
     return low - pad, high + pad
 
 
-def _draw_band(ax: Axes, points: Sequence[tuple[float, Interval]], token: str) -> None:
-    """Draw the intervals of a line where they exist."""
-    bounded = [(x, p.low, p.high) for x, p in points if p.low is not None and p.high is not None]
-    if bounded:
-        xs, lows, highs = zip(*bounded, strict=True)
-        ax.fill_between(xs, lows, highs, color=colour(token), alpha=0.16, linewidth=0)
-
-
-def _draw_threshold(ax: Axes, scale: AxisScale, value: float, epsilon: float) -> None:
-    """Draw the interpolation threshold as a labelled vertical line."""
-    x, (low, high) = scale.position(value), (min(scale.at.values()), max(scale.at.values()))
-    left = x < low + 0.3 * (high - low)  # near the y axis the label would not fit on the left
-    ax.axvline(x, color=colour("muted"), linewidth=1.3, linestyle=(0, (3, 2)), gid="threshold")
-    ax.annotate(
-        f"train error = {epsilon:g}",
-        (x, 1.0),
-        xycoords=("data", "axes fraction"),
-        xytext=(5 if left else -5, -2),
-        textcoords="offset points",
-        color=colour("muted"),
-        va="top",
-        ha="left" if left else "right",
-    )
-
-
 def _shade_peak(ax: Axes, analysed: AnalysedCurve, scale: AxisScale) -> bool:
     """Shade the peak's location set, halfway to the neighbours; return True if it has points on the axis."""
     location = sorted(scale.at[v] for v in analysed.location if v in scale.at)
@@ -195,27 +176,20 @@ def _caption(axis: str, minimum: int, maximum: int, threshold: float | None, eps
     return caption
 
 
-@dataclass(frozen=True)
-class CapacityMeasure:
-    """Measure of the capacity an adapter uses, with its unit in the name."""
-
-    column: str
-    name: str
-    definition: str
-
-
-_CAPACITIES = (
-    CapacityMeasure(
+_Capacity = tuple[str, str, str]
+"""Measure of the capacity an adapter uses: its column, its name with the unit, and its definition."""
+_CAPACITIES: tuple[_Capacity, ...] = (
+    (
         "effective_params",
         "effective parameters",
         "Effective parameters: Σ p·(d_in + d_out − p) over the adapted layers, p the participation ratio of sBA.",
     ),
-    CapacityMeasure(
+    (
         "participation",
         "participation ratio of sBA (directions)",
         "Participation ratio: (Σs²)²/Σs⁴ of the singular values of sBA, mean over the adapted layers.",
     ),
-    CapacityMeasure(
+    (
         "stable_rank",
         "stable rank of sBA (directions)",
         "Stable rank: ‖sBA‖_F²/‖sBA‖₂², mean over the adapted layers.",
@@ -223,47 +197,49 @@ _CAPACITIES = (
 )
 
 
-def capacity_charts(data: SweepData, axis: str, analysis: SweepAnalysis) -> tuple[list[Chart], str]:
+def capacity_charts(data: SweepData, axis: str, analysis: SweepAnalysis) -> tuple[list[Chart | None], str]:
     """Return (charts of the metrics over each capacity measure and of the first along `axis`, note on settings)."""
-    measures = [measure for measure in _CAPACITIES if data.has(measure.column)]
+    measures = [measure for measure in _CAPACITIES if data.has(measure[0])]
     kind = data.error_columns()[0].partition(".")[2]
     lines = train_test_series(data, kind)
     if not measures or not lines:
         return [], ""
-    charts = []
-    settings = plottable_settings(data, axis, measures[0].column)
+    charts: list[Chart | None] = []
+    settings = plottable_settings(data, axis, measures[0][0])
     drawn = sample_settings(data, settings, PANELS)
     for number, setting in enumerate(drawn, 1):
         # The other measures mostly show the same; one setting is enough to see that.
         for capacity in measures if number == 1 else measures[:1]:
             charts.append(_metric_over_capacity_chart(data, axis, setting, capacity, lines, kind, number))
             if capacity is measures[0]:
+                column, measure, _ = capacity
                 along = curve_chart(
                     data,
                     axis,
                     setting,
-                    [Series(capacity.column, "purple", "mean")],
+                    [Series(column, "purple", "mean")],
                     name=f"sweep-capacity-along-{number}",
-                    title=f"{capacity.name.capitalize()} along {formats.axis_name(axis)}",
-                    unit=capacity.name,
+                    title=f"{measure.capitalize()} along {formats.axis_name(axis)}",
+                    unit=measure,
                     crossing=analysis.crossing(axis, setting),
                     epsilon=data.epsilon,
                 )
                 charts.append(along)
-    return [chart for chart in charts if chart is not None], undrawn_note(drawn, settings)
+    return charts, undrawn_note(drawn, settings)
 
 
 def _metric_over_capacity_chart(
     data: SweepData,
     axis: str,
     setting: dict[str, Any],
-    capacity: CapacityMeasure,
+    capacity: _Capacity,
     lines: Sequence[Series],
     kind: str,
     number: int,
 ) -> Chart | None:
     """Draw metrics over mean capacity, points joined in the order of `axis`, intervals in both directions."""
-    across = dict(data.curve(capacity.column, axis, setting))
+    column, measure, definition = capacity
+    across = dict(data.curve(column, axis, setting))
     curves = {line: [(v, p) for v, p in data.curve(line.column, axis, setting) if v in across] for line in lines}
     curves = {line: curve for line, curve in curves.items() if len(curve) > 1}
     if not curves:
@@ -271,30 +247,34 @@ def _metric_over_capacity_chart(
     sizes = [p.value for p in across.values()]
     log = min(sizes) > 0 and max(sizes) / min(sizes) >= 8
     with Canvas(540, 320) as canvas:
-        ax = canvas.axes(y=metric_unit(kind), x=capacity.name + (" (log scale)" if log else ""), right=104)
+        ax = canvas.axes(y=metric_unit(kind), x=measure + (" (log scale)" if log else ""), right=104)
         if log:
             _set_log_axis(ax, min(sizes) / 1.25, max(sizes) * 1.25)
         ends = []
         for line, curve in curves.items():
             xs, ys = [across[v].value for v, _ in curve], [p.value for _, p in curve]
             ax.plot(xs, ys, color=colour(line.token), linewidth=1.3, alpha=0.6)
-            for v, p in curve:
-                _draw_intervals(ax, across[v], p, line.token)
+            bars: dict[str, Any] = {"color": colour(line.token), "linewidth": 2.2, "alpha": 0.4}
+            for x, y in [(across[v], p) for v, p in curve]:
+                if x.low is not None and x.high is not None:
+                    ax.plot([x.low, x.high], [y.value] * 2, **bars)
+                if y.low is not None and y.high is not None:
+                    ax.plot([x.value] * 2, [y.low, y.high], **bars)
             ax.plot(xs, ys, "o", color=colour(line.token), markersize=6, markeredgecolor=colour("surface"))
             if line is list(curves)[-1]:
                 style: dict[str, Any] = {"ha": "center", "fontsize": 10, "color": colour("muted")}
-                for (v, _), x, y in zip(curve, xs, ys, strict=True):
-                    ax.annotate(formats.axis_value(v), (x, y), xytext=(0, 7), textcoords="offset points", **style)
+                for (v, _), at in zip(curve, zip(xs, ys, strict=True), strict=True):
+                    ax.annotate(formats.axis_value(v), at, xytext=(0, 7), textcoords="offset points", **style)
             far = max(range(len(xs)), key=lambda i: xs[i])
             ends.append((xs[far], ys[far], line.name, line.token))
         ax.set_ylim(*y_limits(curves.values(), zero=kind == "error"))
         label_ends(ax, ends, height=canvas.height - 74)
         caption = (
             f"Points joined in the order of {axis}, whose value is next to the held-out ones; bars: 95 % "
-            f"t-intervals over seeds, both ways. {capacity.definition}"
+            f"t-intervals over seeds, both ways. {definition}"
         )
-        name = f"sweep-capacity-{capacity.column.replace('_', '-')}-{number}"
-        title = formats.title_at(f"{kind.capitalize()} over {capacity.name.partition(' (')[0]}", setting)
+        name = f"sweep-capacity-{column.replace('_', '-')}-{number}"
+        title = formats.title_at(f"{kind.capitalize()} over {measure.partition(' (')[0]}", setting)
         return canvas.chart(name, title=title, caption=caption)
 
 
@@ -309,11 +289,3 @@ def _set_log_axis(ax: Axes, low: float, high: float) -> None:
     ax.xaxis.set_major_locator(FixedLocator([t for t in ticks if low <= t <= high]))
     ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: formats.axis_value(float(f"{value:.3g}"))))
-
-
-def _draw_intervals(ax: Axes, x: Interval, y: Interval, token: str) -> None:
-    """Draw the horizontal and vertical interval of one point."""
-    if x.low is not None and x.high is not None:
-        ax.plot([x.low, x.high], [y.value] * 2, color=colour(token), linewidth=2.2, alpha=0.4)
-    if y.low is not None and y.high is not None:
-        ax.plot([x.value] * 2, [y.low, y.high], color=colour(token), linewidth=2.2, alpha=0.4)

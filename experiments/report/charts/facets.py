@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.figure import RAMP, WIDE, Canvas, Chart, colour, draw_path, ramp_tokens
+from flatshift.experiments.report.figure import RAMP, WIDE, Canvas, Chart, colour, draw_path
 from flatshift.experiments.results.analysis import main_axis, sample_evenly
 from flatshift.experiments.results.sweep import GRADIENT, SHARPNESS, STEP, SweepData
 from flatshift.experiments.results.table import SweepTable
@@ -39,12 +39,8 @@ class LineSeries:
     points: Sequence[tuple[Any, Interval]]
 
 
-@dataclass(frozen=True)
-class Panel:
-    """One small chart."""
-
-    title: str
-    lines: Sequence[LineSeries]
+Panel = tuple[str, Sequence[LineSeries]]
+"""Title and lines of one small chart."""
 
 
 def facet_chart(
@@ -65,15 +61,15 @@ def facet_chart(
     legend: title in front of the line names. rule: a level marked by a dashed line in every panel. The y axis is
     logarithmic if positive means span a factor of 50, unless `linear`.
     """
-    panels = [panel for panel in panels if any(line.points for line in panel.lines)]
-    values = list(dict.fromkeys(v for panel in panels for line in panel.lines for v, _ in line.points))
+    panels = [(title, lines) for title, lines in panels if any(line.points for line in lines)]
+    values = list(dict.fromkeys(v for _, lines in panels for line in lines for v, _ in line.points))
     # Step 0, before any training, would rule out a log axis.
     values = [v for v in values if not (axis == "step" and v == 0)]
     if len(values) < 2:
         return None
     numbers = all(isinstance(v, int | float) for v in values)
     scale = axis_scale(axis, sorted(values) if numbers else values)
-    points = [p for panel in panels for line in panel.lines for v, p in line.points if v in scale.at]
+    points = [p for _, lines in panels for line in lines for v, p in line.points if v in scale.at]
     y_axis = _choose_y_axis(points, rule, linear=linear)
     columns = max(min(columns, len(panels)), 1)
     rows = math.ceil(len(panels) / columns)
@@ -85,14 +81,14 @@ def facet_chart(
     small: dict[str, Any] = {"colour": "muted", "size": 10.5}
     with Canvas(width, height) as canvas:
         sheet = _Sheet()
-        for number, panel in enumerate(panels):
+        for number, (heading, lines) in enumerate(panels):
             row, column = divmod(number, columns)
             left, bottom = _LEFT + column * (panel_width + _GAP), height - _HEAD - (row + 1) * row_height + 20
             right = left + panel_width
-            canvas.text(left, bottom + row_height - 28, panel.title, size=10.5, weight="bold")
+            canvas.text(left, bottom + row_height - 28, heading, size=10.5, weight="bold")
             xs = {v: left + panel_width * (0.03 + 0.94 * (at - low) / (high - low)) for v, at in scale.at.items()}
             placed = y_axis.at(bottom, row_height - 38)
-            for line in panel.lines:
+            for line in lines:
                 sheet.add_line(line, xs, placed)
             for value in placed.ticks:
                 sheet.grid.append([(left, placed.y(value)), (right, placed.y(value))])
@@ -193,7 +189,7 @@ def _choose_y_axis(points: Sequence[Interval], rule: float | None, *, linear: bo
 
 def _draw_legend(canvas: Canvas, panels: Sequence[Panel], legend: str) -> None:
     """Write the line names in their colours, in one row above the panels."""
-    names = list({line.name: line.token for panel in panels for line in panel.lines}.items())
+    names = list({line.name: line.token for _, lines in panels for line in lines}.items())
     if len(names) < 2 and not legend:
         return
     x, y = float(_LEFT), canvas.height - 31.0
@@ -320,17 +316,16 @@ class _Layout:
     figures: Sequence[str] = ()
 
 
-def dynamics_charts(data: SweepData) -> list[Chart]:
+def dynamics_charts(data: SweepData) -> list[Chart | None]:
     """Draw one figure per quantity and setting of the axes that neither lines nor panels show; none without a trace."""
     if data.trace is None:
         return []
     layout = _choose_layout(data)
-    charts = [
+    return [
         _quantity_chart(data.trace, quantity, layout, setting, number)
         for number, setting in enumerate(data.trace.settings(layout.figures)[:_FIGURES] if layout.figures else [{}])
         for quantity in _recorded_quantities(data.trace, data.stability)
     ]
-    return [chart for chart in charts if chart is not None]
 
 
 def _choose_layout(data: SweepData) -> _Layout:
@@ -352,7 +347,7 @@ def _quantity_chart(
     down = sample_evenly(trace.levels(layout.rows), max(_PANELS // len(across), 1)) if layout.rows else [None]
     levels = sample_evenly(trace.values(layout.lines), len(RAMP)) if layout.lines else [None]
     ordered = layout.lines is None or trace.numeric(layout.lines)
-    tokens = ramp_tokens(len(levels)) if ordered else [_KINDS[i % len(_KINDS)] for i in range(len(levels))]
+    tokens = sample_evenly(RAMP, len(levels)) if ordered else [_KINDS[i % len(_KINDS)] for i in range(len(levels))]
     panels = []
     for row, column in itertools.product(down, across):
         panel = {axis: v for axis, v in ((layout.rows, row), (layout.columns, column)) if axis is not None}
@@ -362,7 +357,7 @@ def _quantity_chart(
             name = formats.axis_value(level) if layout.lines else "mean"
             if curve := trace.curve(quantity.column, STEP, {**setting, **panel, **own}):
                 lines.append(LineSeries(name, token, curve))  # none if every run failed before its first record
-        panels.append(Panel(formats.setting(panel) or "all cells", lines))
+        panels.append((formats.setting(panel) or "all cells", lines))
     caption = "Means over seeds; bands: 95 % t-intervals." if trace.seeds > 1 else "One seed: no interval can be given."
     if quantity.definition:
         caption += f" {quantity.definition}"

@@ -41,56 +41,40 @@ def heat_maps(
     finite = np.concatenate([grid[np.isfinite(grid)] for grid in grids.values()])
     limits = float(finite.min()), float(finite.max())
     fitted = table.grid("train.error", x, y, setting)[:, start:] if table.has("train.error") else None
+    wide, high = map(len, values)
+    x_labels, y_labels = ([formats.axis_value(value) for value in each] for each in values)
+    left, right = 30 + 7.2 * max(map(len, y_labels)), 74
+    x_title, y_title = formats.axis_name(x), formats.axis_name(y)
+    written = wide <= 9 and high <= 12
     charts = []
     for column, grid in grids.items():
-        with Canvas(540, max(300, 84 + (40 if len(values[1]) <= 8 else 22) * len(values[1]))) as canvas:
-            caption = _draw_map(canvas, grid, values, (x, y), limits, fitted, epsilon, column)
-            title = f"{formats.figure_name(column).capitalize()} over {formats.axis_name(x)} and {formats.axis_name(y)}"
+        with Canvas(540, max(300, 84 + (40 if high <= 8 else 22) * high)) as canvas:
+            ax = canvas.axes(left=left, right=right, top=30, bottom=48, y=y_title, x=x_title)
+            ax.grid(visible=False)
+            for spine in ax.spines.values():
+                spine.set_visible(False)
+            lowest, extent = limits[0], limits[1] - limits[0]
+            _draw_cells(ax, (grid - lowest) / extent if extent else grid * 0.0)
+            if written:
+                _write_values(ax, grid, lowest="train" not in column)
+            contour = fitted is not None and _draw_contour(ax, fitted, epsilon)
+            ax.set_xlim(0, wide)
+            ax.set_ylim(0, high)
+            cell_width = (canvas.width - left - right) / max(wide, 1)
+            step = max(1, math.ceil((7.2 * max(map(len, x_labels)) + 6) / cell_width))
+            ax.set_xticks([i + 0.5 for i in range(wide)][::step], x_labels[::step])
+            ax.set_yticks([j + 0.5 for j in range(high)], y_labels)
+            ax.tick_params(bottom=False)
+            _draw_colour_bar(canvas, limits, canvas.width - right + 18, 48, canvas.height - 30)
+            caption = f"Mean {formats.figure_name(column)} over seeds; stronger colour is higher"
+            caption += "; the frame marks the lowest mean." if written and "train" not in column else "."
+            if contour:
+                caption += f" Line: train error = {epsilon:g}, between the means of neighbouring cells."
+            caption += " Empty: no finished cell." if np.isnan(grid).any() else ""
+            title = f"{formats.figure_name(column).capitalize()} over {x_title} and {y_title}"
             chart = f"{name}-{column.replace('.', '-')}"
             charts.append(canvas.chart(chart, title=formats.title_at(title, setting), caption=caption))
     return charts
-
-
-def _draw_map(
-    canvas: Canvas,
-    grid: np.ndarray,
-    values: tuple[list[Any], list[Any]],
-    axes: tuple[str, str],
-    limits: tuple[float, float],
-    fitted: np.ndarray | None,
-    epsilon: float,
-    column: str,
-) -> str:
-    """Draw one map with its axes and its colour scale; return the caption."""
-    import numpy as np
-
-    rows, columns = grid.shape
-    x_labels, y_labels = ([formats.axis_value(value) for value in each] for each in values)
-    left, right = 30 + 7.2 * max(map(len, y_labels)), 74
-    x_title, y_title = map(formats.axis_name, axes)
-    ax = canvas.axes(left=left, right=right, top=30, bottom=48, y=y_title, x=x_title)
-    ax.grid(visible=False)
-    for spine in ax.spines.values():
-        spine.set_visible(False)
-    low, high = limits
-    _draw_cells(ax, (grid - low) / (high - low) if high > low else grid * 0.0)
-    written = columns <= 9 and rows <= 12
-    if written:
-        _write_values(ax, grid, lowest="train" not in column)
-    contour = fitted is not None and _draw_contour(ax, fitted, epsilon)
-    ax.set_xlim(0, columns)
-    ax.set_ylim(0, rows)
-    cell_width = (canvas.width - left - right) / max(columns, 1)
-    step = max(1, math.ceil((7.2 * max(map(len, x_labels)) + 6) / cell_width))
-    ax.set_xticks([i + 0.5 for i in range(columns)][::step], x_labels[::step])
-    ax.set_yticks([j + 0.5 for j in range(rows)], y_labels)
-    ax.tick_params(bottom=False)
-    _draw_colour_bar(canvas, limits, canvas.width - right + 18, 48, canvas.height - 30)
-    caption = f"Mean {formats.figure_name(column)} over seeds; stronger colour is higher"
-    caption += "; the frame marks the lowest mean." if written and "train" not in column else "."
-    if contour:
-        caption += f" Line: train error = {epsilon:g}, between the means of neighbouring cells."
-    return caption + (" Empty: no finished cell." if np.isnan(grid).any() else "")
 
 
 def _shade_alpha(level: int) -> float:

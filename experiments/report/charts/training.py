@@ -188,7 +188,7 @@ def _small_chart(stage: str, key: str, curve: Sequence[tuple[int, float]]) -> Ch
         top = max(map(abs, values))
         if top and not 0.01 <= top < 1e4:  # a power of ten is taken out of the tick labels
             power = math.floor(math.log10(top))
-            ax.yaxis.set_major_formatter(_unit_formatter(10.0**power))
+            ax.yaxis.set_major_formatter(lambda value, _: f"{value / 10.0**power:g}")
             canvas.text(4, 141, f"×10{str(power).translate(formats.SUPERSCRIPT)}", colour="muted")
         title = f"{formats.capitalise(name)} · {stage}"
         last = formats.number(curve[-1][1])
@@ -199,11 +199,6 @@ def _is_constant_or_counter(values: list[float]) -> bool:
     """Return True for a constant or a plain counter, which are not worth a chart."""
     steps = {b - a for a, b in pairwise(values)}
     return steps == {0} or (len(steps) == 1 and all(v == int(v) for v in values))
-
-
-def _unit_formatter(unit: float) -> Callable[[float, float], str]:
-    """Return a tick formatter that shows multiples of `unit`."""
-    return lambda value, _position: f"{value / unit:g}"
 
 
 def slugify(text: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -35,7 +35,32 @@ def analyse(plan: ComparisonPlan, outcome: ComparisonResults) -> dict[str, Any]:
     p_values = {name: endpoint["p"] for name, endpoint in primary.items() if endpoint["p"] is not None}
     for name, p in holm_adjust(p_values).items():
         primary[name]["p_holm"] = p
-    results = list(_all_results(outcome))
+    controls = []
+    for control, method in study.controls.items():  # on the seeds and tasks that both have
+        shared = [t for t in informative if t in study.runs_on(control) and t in study.runs_on(method)]
+        difference = compute_endpoint(plan, outcome, method, control, shared)
+        controls.append({"method": method, "control": control, "difference": difference, "tasks": shared})
+    trials = []
+    for pair in plan.pairs:
+        runs, chosen = outcome.trials[pair], outcome.chosen[pair]
+        trials.append(
+            {
+                "method": pair[0],
+                "task": pair[1],
+                "trials": len(runs),
+                "failed": sum(result["status"] != "done" for _, result in runs),
+                "chosen": chosen.overrides(),
+                "on_edge": outcome.on_edge[pair],
+                "lowest_lr": min(run.setting.lr for run, _ in runs),
+                "highest_lr": max(run.setting.lr for run, _ in runs),
+                "validation": [
+                    result["metrics"][plan.metric(pair[1])] for run, result in runs if run.setting == chosen
+                ],
+            }
+        )
+    groups = [*outcome.finals.values(), *outcome.equal_time.values()]
+    results = [result for trials in outcome.trials.values() for _, result in trials]
+    results += [result for group in groups for result in group]
     reported = ("kind", "method", "task", "seed", "setting", "status", "reason")
     return {
         "recipe": plan.resolved.name,
@@ -45,23 +70,12 @@ def analyse(plan: ComparisonPlan, outcome: ComparisonResults) -> dict[str, Any]:
         "informative": informative,
         "tasks": tables,
         "methods": methods,
-        "controls": [
-            _control_difference(plan, outcome, control, method, informative)
-            for control, method in study.controls.items()
-        ],
-        "trials": [_tuning_row(plan, outcome, pair) for pair in plan.pairs],
+        "controls": controls,
+        "trials": trials,
         "diverged": [{key: r[key] for key in reported} for r in results if r["status"] != "done"],
         "cells": len(results),
         "cpu_s": round(math.fsum(r["cpu_s"] for r in results), 1),
     }
-
-
-def _all_results(outcome: ComparisonResults) -> Iterator[Result]:
-    for trials in outcome.trials.values():
-        yield from (result for _, result in trials)
-    for group in (outcome.finals, outcome.equal_time):
-        for results in group.values():
-            yield from results
 
 
 def _majority_baseline(plan: ComparisonPlan, outcome: ComparisonResults, task: str) -> float | None:
@@ -159,6 +173,10 @@ def _analyse_method(
         primary["bootstrap"] = _bootstrap_endpoint(plan, outcome, name, base, tasks)
         sign = -1 if find_metric(study.metric).lower else 1
         primary["wins"] = sum(sign * d > 0 for d in primary["by_seed"].values())
+    equal_time = None  # also if a step costs about as much as the baseline's
+    if tasks and all((name, task) in outcome.equal_time for task in tasks):
+        shorter = [outcome.equal_time[name, task] for task in tasks]
+        equal_time = _compare_sides(plan, outcome, tasks, shorter, [outcome.finals[base, task] for task in tasks])
     return {
         "note": method.note,
         "confirmatory": method.confirmatory,
@@ -166,7 +184,7 @@ def _analyse_method(
         "tasks": study.runs_on(name),
         "primary": primary,
         "all_tasks": compute_endpoint(plan, outcome, name, base, [t for t in counted if t in study.runs_on(name)]),
-        "equal_time": _equal_time_endpoint(plan, outcome, name, tasks),
+        "equal_time": equal_time,
         "step_ratio": outcome.step_ratio.get(name),
         "sharpness": _sharpness_ratio(plan, outcome, name),
     }
@@ -193,16 +211,6 @@ def _compare_sides(
     seeds = sorted(set.intersection(*(set(by_seed) for side in values for by_seed in side)))
     ours, base = ({seed: math.fsum(v[seed] for v in side) / len(side) for seed in seeds} for side in values)
     return paired_test(ours, base)
-
-
-def _equal_time_endpoint(
-    plan: ComparisonPlan, outcome: ComparisonResults, name: str, tasks: Sequence[str]
-) -> dict[str, Any] | None:
-    """Compute the endpoint with the shorter runs; None if a step costs about as much as the baseline's."""
-    if not tasks or any((name, task) not in outcome.equal_time for task in tasks):
-        return None
-    ours = [outcome.equal_time[name, task] for task in tasks]
-    return _compare_sides(plan, outcome, tasks, ours, [outcome.finals[plan.study.baseline, task] for task in tasks])
 
 
 def _sharpness_ratio(plan: ComparisonPlan, outcome: ComparisonResults, name: str) -> dict[str, Any] | None:
@@ -248,36 +256,16 @@ def _bootstrap_endpoint(
     return seed_item_bootstrap(differences, resamples=plan.study.resamples, rng=rng)
 
 
-def _control_difference(
-    plan: ComparisonPlan, outcome: ComparisonResults, control: str, method: str, informative: Sequence[str]
-) -> dict[str, Any]:
-    """Compute method − control on the seeds and tasks that both have."""
-    tasks = [t for t in informative if t in plan.study.runs_on(control) and t in plan.study.runs_on(method)]
-    difference = compute_endpoint(plan, outcome, method, control, tasks)
-    return {"method": method, "control": control, "difference": difference, "tasks": tasks}
-
-
-def _tuning_row(plan: ComparisonPlan, outcome: ComparisonResults, pair: tuple[str, str]) -> dict[str, Any]:
-    """Return one row of the tuning table."""
-    runs = outcome.trials[pair]
-    chosen = outcome.chosen[pair]
-    return {
-        "method": pair[0],
-        "task": pair[1],
-        "trials": len(runs),
-        "failed": sum(result["status"] != "done" for _, result in runs),
-        "chosen": chosen.overrides(),
-        "on_edge": outcome.on_edge[pair],
-        "lowest_lr": min(run.setting.lr for run, _ in runs),
-        "highest_lr": max(run.setting.lr for run, _ in runs),
-        "validation": [result["metrics"][plan.metric(pair[1])] for run, result in runs if run.setting == chosen],
-    }
-
-
 def describe_protocol(study: Comparison) -> list[str]:
     """Return the protocol as sentences for the page and the results file, in order."""
     confirmatory = [name for name, method in study.methods.items() if method.confirmatory and name != study.baseline]
     endpoint, tasks, criterion, floor, diverged = _metric_wording(study.metric)
+    finalists = "."
+    if further := study.tuning_seeds[1:]:
+        finalists = (
+            f"; the best {study.finalists} of each method and task run again under {', '.join(map(str, further))}, and "
+            "the one with the best mean over all tuning seeds is taken."
+        )
     return [
         f"Primary endpoint, named beforehand: the mean over {tasks} of test {endpoint}, method minus {study.baseline}, "
         "per seed; its mean over seeds with a two-sided paired t-test. Per-task figures, generation, macro F1, "
@@ -285,7 +273,7 @@ def describe_protocol(study: Comparison) -> list[str]:
         f"Every method, {study.baseline} included, gets {study.trials} first trials on every task it runs on and "
         f"{study.rounds} further ones: beyond the edge where its best learning rate is on one, else between its best "
         "and the better neighbour. A method's own knobs come out of the same trials.",
-        f"Trials use the seed {study.tuning_seeds[0]}{_describe_finalists(study)} No final run uses such a seed. "
+        f"Trials use the seed {study.tuning_seeds[0]}{finalists} No final run uses such a seed. "
         "Trials are evaluated "
         f"on validation rows by {criterion}, ties by loss. Test rows are evaluated once, in the final runs; the last "
         "step's adapter is taken.",
@@ -317,14 +305,3 @@ def _metric_wording(name: str) -> tuple[str, str, str, str, str]:
         "is listed and its seed left out for both sides, of accuracy it counts with its task's majority baseline; a "
         "diverged trial is lost.",
     )  # fmt: skip
-
-
-def _describe_finalists(study: Comparison) -> str:
-    """Describe the further runs of the best trials before one is chosen."""
-    further = study.tuning_seeds[1:]
-    if not further:
-        return "."
-    return (
-        f"; the best {study.finalists} of each method and task run again under {', '.join(map(str, further))}, and the "
-        "one with the best mean over all tuning seeds is taken."
-    )

@@ -98,9 +98,9 @@ class ComparisonPlan:
         self._tried: list[tuple[str, RegularizerConfig]] = []
         for method in self.study.methods:
             for task in self.study.runs_on(method):
-                self._recipes[method, task] = self._resolve(method, task)
+                self._recipes[method, task] = self._resolved(method, task).recipe
                 for setting in first_trials(self.study, self.study.methods[method]):
-                    self._tried.append((method, self._resolve(method, task, setting).regularizer))
+                    self._tried.append((method, self._resolved(method, task, setting).recipe.regularizer))
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
@@ -180,7 +180,12 @@ class ComparisonPlan:
         sharpness = study.sharpness_sigma if kind == "final" and seed < study.sharpness_seeds else None
         evaluated: EvaluationRows = "validation" if kind == "trial" else "test"
         rows = (own.train, own.validation, own.test, own.test_split)
-        key = recipe_key(recipe, [rows, evaluated, sharpness, self._digests[task], *_extra_digests(recipe)])
+        digests: list[Any] = settings_digests(recipe)  # of files that it reads besides its task's rows; usually none
+        if recipe.select is not None:
+            from flatshift.experiments.workflows.run_parts import list_input_files
+
+            digests += map(file_digest, list_input_files(recipe))
+        key = recipe_key(recipe, [rows, evaluated, sharpness, self._digests[task], *digests])
         if task in self._rows:
             task_rows, folder = self._rows[task]
             resolved = dataclasses.replace(resolved, recipe=task_rows.apply_to(recipe, own, folder, evaluated))
@@ -191,13 +196,8 @@ class ComparisonPlan:
         cell = Cell(key, point, seed, resolved, probe=probe)
         return ComparisonRun(kind, method, task, seed, setting, recipe.train.steps, cell)
 
-    def _resolve(
-        self, method: str, task: str, setting: TrialSetting | None = None, changes: Mapping[str, Any] | None = None
-    ) -> Recipe:
-        return self._resolved(method, task, setting, changes).recipe
-
     def _resolved(
-        self, method: str, task: str, setting: TrialSetting | None, changes: Mapping[str, Any] | None
+        self, method: str, task: str, setting: TrialSetting | None = None, changes: Mapping[str, Any] | None = None
     ) -> Resolved:
         """Return the recipe of a method on a task: the base, then the task, the method, the setting, the changes."""
         overrides: list[Branch] = []
@@ -225,16 +225,6 @@ class ComparisonResults:
     finals: dict[Pair, list[Result]] = field(default_factory=dict)
     step_ratio: dict[str, float] = field(default_factory=dict)
     equal_time: dict[Pair, list[Result]] = field(default_factory=dict)
-
-
-def _extra_digests(recipe: Recipe) -> list[Any]:
-    """Return digests of the files a recipe reads besides its task's rows; usually none."""
-    digests: list[Any] = settings_digests(recipe)
-    if recipe.select is not None:
-        from flatshift.experiments.workflows.run_parts import list_input_files
-
-        digests += [file_digest(path) for path in list_input_files(recipe)]
-    return digests
 
 
 def _restrict_comparison(study: Comparison, methods: Sequence[str], tasks: Sequence[str]) -> Comparison:

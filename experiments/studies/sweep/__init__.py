@@ -2,7 +2,6 @@
 
 from flatshift.experiments.studies.sweep.axes import parse_grid
 from flatshift.experiments.studies.sweep.command import sweep
-from flatshift.experiments.studies.sweep.sweep_plan import plan_cells
 from flatshift.experiments.studies.sweep.table import write_table
 
-__all__ = ["parse_grid", "plan_cells", "sweep", "write_table"]
+__all__ = ["parse_grid", "sweep", "write_table"]

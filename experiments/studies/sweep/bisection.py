@@ -54,7 +54,16 @@ def parse_bisection(text: str, epsilon: float | None, recipe: Recipe) -> Bisecti
     if not 0 < epsilon < 1:
         raise UserError(f"--epsilon must be between 0 and 1, got {epsilon}")
     if not equals:
-        return Bisection(key, _MIN_ROWS, _training_row_count(recipe), epsilon)
+        from flatshift.experiments.data.splits import read_splits
+
+        train = dataclasses.replace(recipe.data.train, limit=None)
+        whole = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, train=train))
+        count = len(read_splits(whole).train)  # without bad and held-out rows
+        if count <= _MIN_ROWS:
+            raise UserError(
+                f"--bisect {KEY}: there are only {count} training rows; say between which with {KEY}=lo..hi"
+            )
+        return Bisection(key, _MIN_ROWS, count, epsilon)
     rows = parse_range(values, f"--bisect {key}")
     if not isinstance(rows, ValueRange) or rows.log or not (rows.low.is_integer() and rows.high.is_integer()):
         raise UserError(f"--bisect {text}: write the rows to search between as {key}=lo..hi")
@@ -63,22 +72,8 @@ def parse_bisection(text: str, epsilon: float | None, recipe: Recipe) -> Bisecti
     return Bisection(key, int(rows.low), int(rows.high), epsilon)
 
 
-def _training_row_count(recipe: Recipe) -> int:
-    """Return the most training rows a cell can get: without bad and held-out rows."""
-    from flatshift.experiments.data.splits import read_splits
-
-    train = dataclasses.replace(recipe.data.train, limit=None)
-    rows = len(read_splits(dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, train=train))).train)
-    if rows <= _MIN_ROWS:
-        raise UserError(f"--bisect {KEY}: there are only {rows} training rows; say between which with {KEY}=lo..hi")
-    return rows
-
-
 class _CellsMissing(Exception):
-    """Raised when the search needs cells with this many rows."""
-
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
+    """Raised when the search needs cells with this many rows, its only argument."""
 
 
 class _PointSearch:
@@ -105,9 +100,9 @@ class _PointSearch:
                 train_error, epsilon=epsilon, low=low, high=high, seeds=range(self.seeds)
             )
         except _CellsMissing as missing:
-            cells = list(self.base.cells([{**self.cell.written, self.search.key: missing.rows}], self.seeds))
-            self.tried[missing.rows] = cells
-            return cells
+            (rows,) = missing.args
+            self.tried[rows] = list(self.base.cells([{**self.cell.written, self.search.key: rows}], self.seeds))
+            return self.tried[rows]
         return []
 
     @property

@@ -21,6 +21,7 @@ from flatshift.experiments.recipe import Resolved
 from flatshift.experiments.recipe.resolve import describe_held_out_rows
 from flatshift.experiments.recipe.schema import SweepConfig, SweepOptions
 from flatshift.experiments.recipe.tree import Branch
+from flatshift.experiments.results.cells import RESULT
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.statistics.peak import InterimLook, plan_looks
 from flatshift.experiments.studies.cell import Cell
@@ -92,7 +93,8 @@ def sweep(
                 cells, columns, rows = bisect(out, request.base, cells, request.bisection, request.seeds, run)
                 directory.write_marker(out, request.document(cells, rows))
             else:
-                if others := directory.count_other_cells(out, cells):
+                keys = {cell.key for cell in cells}
+                if others := sum(path.parent.name not in keys for path in (out / "cells").glob(f"*/{RESULT}")):
                     console.say(f"{others} finished cells in {out} are not of this plan: kept, but not in its tables")
                 if options.merge:
                     directory.merge_parts(out, cells, options.merge, console)
@@ -189,7 +191,6 @@ def _place_workers(options: SweepOptions, request: _SweepRequest) -> DevicePlace
 
 
 def _check_exclusive_flags(options: SweepOptions) -> None:
-    """Raise UserError for flags that exclude each other."""
     if options.lease is not None and not options.shared:
         raise UserError("--lease has a meaning with --shared only; add that, or leave it out")
     if options.lease is not None and not SHORTEST_S <= options.lease <= LONGEST_S:

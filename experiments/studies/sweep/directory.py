@@ -21,7 +21,6 @@ from flatshift.experiments.results.cells import (
     FORMAT,
     MARKER,
     POINTS,
-    RESULT,
     flatshift_version,
     read_marker,
     result_files,
@@ -112,12 +111,6 @@ def _without_stamps(document: dict[str, Any]) -> dict[str, Any]:
 
 def _version_stamps() -> dict[str, Any]:
     return {"flatshift": flatshift_version(), "code": source_digest(), "format": FORMAT}
-
-
-def count_other_cells(out: Path, cells: Sequence[Cell]) -> int:
-    """Count the finished cells in the directory that are not among `cells`."""
-    keys = {cell.key for cell in cells}
-    return sum(1 for path in (out / "cells").glob(f"*/{RESULT}") if path.parent.name not in keys)
 
 
 @dataclass(frozen=True)

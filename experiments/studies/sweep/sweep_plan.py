@@ -18,24 +18,6 @@ from flatshift.experiments.studies.sweep.axes import Axes, Design, ValueRange, V
 from flatshift.finetune.errors import UserError
 
 
-def plan_cells(
-    recipe: str,
-    overrides: Sequence[Branch],
-    axes: Mapping[str, Values],
-    seeds: int,
-    *,
-    design: Design = "grid",
-    points: int | None = None,
-) -> Iterator[Cell]:
-    """Yield every cell of the sweep, point by point and there seed by seed.
-
-    recipe: file or shipped name. overrides: applied to it. seeds: number of values of train.seed, starting at the
-    recipe's own. points: how many to draw (design: random), by the recipe's own train.seed. Raises UserError for an
-    unknown key, a wrong value, or axes that do not suit the design.
-    """
-    yield from SweepBase.of(recipe, overrides).plan(axes, seeds, design=design, points=points)
-
-
 @dataclasses.dataclass(frozen=True)
 class SweepBase:
     """Recipe of a sweep before any axis is applied; read once for all cells."""
@@ -83,7 +65,12 @@ class SweepBase:
     def plan(
         self, axes: Mapping[str, Values], seeds: int, *, design: Design = "grid", points: int | None = None
     ) -> Iterator[Cell]:
-        """Yield every cell of a sweep over `axes`, as `plan_cells`."""
+        """Yield every cell of a sweep over `axes`, point by point and there seed by seed.
+
+        seeds: number of values of train.seed, starting at the recipe's own. points: how many to draw (design: random),
+        by the recipe's own train.seed. Raises UserError for an unknown key, a wrong value, or axes that do not suit the
+        design.
+        """
         yield from self.cells(
             generate_points(self.check(axes), design, count=points, seed=self.recipe.train.seed), seeds
         )
@@ -147,6 +134,9 @@ class SweepBase:
     def cells(self, points: Iterable[Mapping[str, Any]], seeds: int) -> Iterator[Cell]:
         """Yield every point under every seed: the recipe's own train.seed, the next one, … Raises UserError for a point
         that is not a valid run, and for two that would be the same run."""
+        from flatshift.experiments.data.sources import list_source_files
+        from flatshift.experiments.recipe.rules import CELL_RULES, check_recipe, check_rules
+
         labels: dict[str, str] = {}
         first_seed = self.recipe.train.seed
         for written in points:
@@ -156,14 +146,21 @@ class SweepBase:
             resolved = resolve_tree(self.tree, overrides, name=self.name)
             point = {key: _table_value(get_dotted(resolved.recipe, key), value) for key, value in written.items()}
             label = point_label(written)
-            _check_point(resolved.recipe, label)
+            try:
+                list_source_files(resolved.recipe.data)  # rejects a recipe without training files
+                check_recipe(resolved.recipe)
+                check_rules(resolved.recipe, CELL_RULES)
+            except ValueError as error:
+                raise UserError(f"{f'--grid {label}: ' if label else ''}{error}") from None
             for key, value in point.items():
                 if isinstance(value, float) and not math.isfinite(value):
                     raise UserError(
                         f"--grid {key}={written[key]}: an axis takes finite numbers; write a large one, or null"
                     )
             for seed in range(first_seed, first_seed + seeds):
-                cell = make_cell(_with_seed(resolved, seed), point=point, seed=seed, written=written)
+                train = dataclasses.replace(resolved.recipe.train, seed=seed)
+                seeded = dataclasses.replace(resolved, recipe=dataclasses.replace(resolved.recipe, train=train))
+                cell = make_cell(seeded, point=point, seed=seed, written=written)
                 if seed == first_seed and (other := labels.setdefault(cell.key, label)) != label:
                     raise UserError(
                         f"--grid: {other} and {label} are the same run (0 is 0.0, and device and threads are no "
@@ -174,18 +171,6 @@ class SweepBase:
 
 def _field_names(cls: type) -> set[str]:
     return {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
-
-
-def _check_point(recipe: Recipe, written: str) -> None:
-    from flatshift.experiments.data.sources import list_source_files
-    from flatshift.experiments.recipe.rules import CELL_RULES, check_recipe, check_rules
-
-    try:
-        list_source_files(recipe.data)  # rejects a recipe without training files
-        check_recipe(recipe)
-        check_rules(recipe, CELL_RULES)
-    except ValueError as error:
-        raise UserError(f"{f'--grid {written}: ' if written else ''}{error}") from None
 
 
 def _table_value(value: Any, written: Any) -> Any:
@@ -204,9 +189,3 @@ def _format_tree(tree: Tree) -> str:
     if isinstance(tree, Branch):
         return "{" + ", ".join(f"{key}: {_format_tree(child)}" for key, child in tree.children.items()) + "}"
     return "[" + ", ".join(map(_format_tree, tree.items)) + "]"
-
-
-def _with_seed(resolved: Resolved, seed: int) -> Resolved:
-    """Return the same recipe under another seed."""
-    train = dataclasses.replace(resolved.recipe.train, seed=seed)
-    return dataclasses.replace(resolved, recipe=dataclasses.replace(resolved.recipe, train=train))

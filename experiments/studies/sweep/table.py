@@ -48,7 +48,9 @@ def write_table(out: Path, cells: Sequence[Cell], *, columns: Mapping[str, Row] 
         row = {"cell": cell.key, **axes, "seed": cell.seed}
         for line in _planned_trace(cell, result, trace):
             curves.add({**row, **line})
-        rows.append({**row, **(columns or {}).get(cell.key, {}), **_result_metrics(result, trace)})
+        row |= (columns or {}).get(cell.key, {})
+        row |= {key: result.get(key) for key in ("status", "reason", "seconds", "flatshift", "code")}
+        rows.append(row | (_measured_metrics(result, trace) if result["status"] == "done" else {}))
         finished.add(rows[-1])
     if not rows:
         return rows
@@ -84,11 +86,6 @@ def _planned_trace(cell: Cell, result: Mapping[str, Any], trace: Sequence[Row]) 
     if recipe.record is None or (result["status"] == "done" and not trace):
         return list(trace)
     return align_to_plan(trace, recorded_steps(recipe.record, recipe.train.steps), unreached_status(result["status"]))
-
-
-def _result_metrics(result: Mapping[str, Any], trace: Sequence[Row]) -> Row:
-    metadata = {key: result.get(key) for key in ("status", "reason", "seconds", "flatshift", "code")}
-    return metadata | (_measured_metrics(result, trace) if result["status"] == "done" else {})
 
 
 def _measured_metrics(result: Mapping[str, Any], trace: Sequence[Row]) -> Row:
@@ -130,20 +127,11 @@ class ColumnTable:
         """Return the rows as a table; a column of mixed types becomes text."""
         import pyarrow as pa
 
+        from flatshift.experiments.results.sweep import to_array
+
         for column in self._columns.values():
             column += [None] * (self.rows - len(column))
-        return pa.table({name: _to_column(values) for name, values in self._columns.items()})
-
-
-def _to_column(values: list[Any]) -> pa.Array:
-    import pyarrow as pa
-
-    kinds = {type(value) for value in values if value is not None}
-    if kinds == {int, float}:
-        return pa.array([None if value is None else float(value) for value in values], pa.float64())
-    if len(kinds) > 1 or kinds & {dict, list}:
-        return pa.array([None if value is None else str(value) for value in values], pa.string())
-    return pa.array(values)
+        return pa.table({name: to_array(values) for name, values in self._columns.items()})
 
 
 def _to_cell(value: Any) -> Any:

@@ -9,7 +9,8 @@ import pytest
 
 from flatshift.experiments.report import formats
 from flatshift.experiments.report.chapters.study import arm_contrasts, study_finding
-from flatshift.experiments.report.figure import PALETTE, RAMP, Canvas, colour, ramp_tokens, spread_apart
+from flatshift.experiments.report.figure import PALETTE, RAMP, Canvas, colour, spread_apart
+from flatshift.experiments.results.analysis import sample_evenly
 from flatshift.experiments.results.run import read_run
 from flatshift.experiments.select.outputs import project
 from tests.support import report_runs
@@ -135,7 +136,8 @@ def test_text_colours_have_contrast(theme, token):
 def test_the_ramp_is_ordered_by_luminance_alone(theme):
     values = [luminance(PALETTE[token][theme]) for token in RAMP]
     assert values == sorted(values) and len(set(values)) == len(RAMP)
-    assert ramp_tokens(1)[0] in RAMP and ramp_tokens(2) == [RAMP[0], RAMP[-1]] and ramp_tokens(len(RAMP)) == list(RAMP)
+    assert sample_evenly(RAMP, 1)[0] in RAMP and sample_evenly(RAMP, 2) == [RAMP[0], RAMP[-1]]
+    assert sample_evenly(RAMP, len(RAMP)) == list(RAMP)
 
 
 def test_texts_that_look_like_colours_or_mathematics_stay_texts():

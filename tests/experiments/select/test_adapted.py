@@ -27,7 +27,7 @@ def recipe(tmp_path_factory) -> Recipe:
 def test_gradients_of_single_texts_are_autograds(recipe: Recipe) -> None:
     model, tokenizer, device = adapted._load_adapted_backbone(recipe, 2, 5)
     gradients = adapted.SampleGradients(model, device, pad_id=0, batch_size=3)
-    examples = adapted._encode_texts(TEXTS, tokenizer, 24)
+    examples = adapted.encode_texts(TEXTS, tokenizer, 24)
     found, numbers = gradients.of(examples)
     assert sorted(numbers) == [0, 2, 3, 4] and found.shape == (4, gradients.width)
     factors = [m.weight for n, m in sorted(model.named_modules()) if ".lora_B." in n and hasattr(m, "weight")]

@@ -126,10 +126,10 @@ def _cells(out, grid, ends, *, overrides=(), seeds=2):
     from flatshift.experiments.studies.sweep.axes import parse_grid
     from flatshift.experiments.studies.sweep.command import _parse_request
     from flatshift.experiments.studies.sweep.directory import claim_directory
-    from flatshift.experiments.studies.sweep.sweep_plan import SweepBase, plan_cells
+    from flatshift.experiments.studies.sweep.sweep_plan import SweepBase
 
     asked = _parse_request(SweepBase.of("double-descent", overrides), SweepOptions(grid=tuple(grid), seeds=seeds))
-    planned = list(plan_cells("double-descent", overrides, parse_grid(grid), seeds))
+    planned = list(SweepBase.of("double-descent", overrides).plan(parse_grid(grid), seeds))
     out.mkdir()
     claim_directory(out, asked.document(planned), load_recipe("double-descent", overrides))
     for cell in planned:

@@ -11,7 +11,7 @@ from flatshift.experiments.report import formats
 from flatshift.experiments.report.chapters.sweep import sweep_sections
 from flatshift.experiments.report.charts import heat_map
 from flatshift.experiments.report.charts.curve import capacity_charts
-from flatshift.experiments.report.charts.facets import LineSeries, Panel, axis_scale, facet_chart
+from flatshift.experiments.report.charts.facets import LineSeries, axis_scale, facet_chart
 from flatshift.experiments.results.analysis import SweepAnalysis, main_axis, plotted_axes
 from flatshift.experiments.results.table import SweepTable
 from flatshift.experiments.statistics.intervals import Interval
@@ -63,7 +63,7 @@ def test_words_stand_in_small_panels_in_the_order_of_the_grid():
     words = ["plain", "ggpo", "mgpo", "sam", "bar"]
     points = [(word, Interval(0.1 * i, None, None, 1)) for i, word in enumerate(words)]
     chart = facet_chart(
-        [Panel("a", [LineSeries("test", "blue", points)])],
+        [("a", [LineSeries("test", "blue", points)])],
         "regularizer",
         columns=1,
         y="e",
@@ -198,13 +198,13 @@ def test_facets_have_one_panel_per_setting_and_a_log_axis_where_it_is_needed():
         return LineSeries("a", "blue", [(v, Interval(top / v, None, None, 1)) for v in (1, 2, 4, 100)])
 
     shared = dict(columns=2, y="loss (nats)", name="f", title="t", caption="c", rule=1.0)
-    chart = facet_chart([Panel(f"lr = {i}", [line(1.0 + i)]) for i in range(3)], "step", **shared)
+    chart = facet_chart([(f"lr = {i}", [line(1.0 + i)]) for i in range(3)], "step", **shared)
     assert len(re.findall(r"M \S+ \S+", chart.raw.partition('id="rule"')[2].partition("</g>")[0])) == 3
     assert "(log scale)" in chart.raw and ">lr = 2<" in chart.raw
     flat = facet_chart(
-        [Panel("p", [LineSeries("a", "blue", [(1, Interval(1, None, None, 1)), (2, Interval(2, None, None, 1))])])],
+        [("p", [LineSeries("a", "blue", [(1, Interval(1, None, None, 1)), (2, Interval(2, None, None, 1))])])],
         "step",
         **shared,
     )
     assert "loss (nats) (log" not in flat.raw
-    assert facet_chart([Panel("p", [LineSeries("a", "blue", [])])], "step", **shared) is None
+    assert facet_chart([("p", [LineSeries("a", "blue", [])])], "step", **shared) is None

@@ -18,7 +18,7 @@ from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.experiments.recipe.resolve import get_dotted
 from flatshift.experiments.studies import CellResult, finish_cell, make_cell
 from flatshift.experiments.studies.cell import _backbone_digests, capture_result
-from flatshift.experiments.studies.sweep import parse_grid, plan_cells, write_table
+from flatshift.experiments.studies.sweep import parse_grid, write_table
 from flatshift.experiments.studies.sweep.axes import ValueRange, generate_points
 from flatshift.experiments.studies.sweep.bisection import _train_error, parse_bisection
 from flatshift.experiments.studies.sweep.sweep_plan import SweepBase
@@ -96,7 +96,7 @@ def test_bad_grids_are_refused_before_anything_runs(
     grid: list[str], design: str, count: int | None, words: str
 ) -> None:
     with pytest.raises(UserError, match=words):
-        list(plan_cells("double-descent", [], parse_grid(grid), 1, design=design, points=count))  # type: ignore[arg-type]
+        list(SweepBase.of("double-descent", []).plan(parse_grid(grid), 1, design=design, points=count))  # type: ignore[arg-type]
 
 
 def test_path_with_dots_is_no_range() -> None:
@@ -109,7 +109,7 @@ def test_path_with_dots_is_no_range() -> None:
 def test_cells_are_those_of_single_recipes() -> None:
     laid = [from_override("train.steps", "7", "--train.steps"), from_override("regularizer", "ggpo", "--regularizer")]
     axes = parse_grid(["adapter.rank=1,4", "regularizer.sigma=0.01,0.02", "adapter.alpha=null,3"])
-    cells = list(plan_cells("double-descent", laid, axes, 2))
+    cells = list(SweepBase.of("double-descent", laid).plan(axes, 2))
     expected = []
     for rank, sigma, alpha, seed in itertools.product(["1", "4"], ["0.01", "0.02"], ["null", "3"], range(2)):
         values = zip(axes, (rank, sigma, alpha), strict=True)
@@ -125,7 +125,9 @@ def test_a_local_backbone_is_known_by_its_bytes(tmp_path: Path) -> None:
     def key() -> str:
         _backbone_digests.cache_clear()
         laid = {"backbone": str(tmp_path / "model"), "train.precision": "fp32", "train.backbone_precision": "same"}
-        (cell,) = plan_cells("double-descent", [from_override(name, value) for name, value in laid.items()], {}, 1)
+        (cell,) = SweepBase.of("double-descent", [from_override(name, value) for name, value in laid.items()]).plan(
+            {}, 1
+        )
         return cell.key
 
     absent = key()
@@ -145,7 +147,7 @@ def test_a_local_backbone_is_known_by_its_bytes(tmp_path: Path) -> None:
 
 
 def test_component_is_shown_by_its_kind() -> None:
-    cells = list(plan_cells("double-descent", [], parse_grid(["regularizer=plain,ggpo"]), 1))
+    cells = list(SweepBase.of("double-descent", []).plan(parse_grid(["regularizer=plain,ggpo"]), 1))
     assert [c.point for c in cells] == [{"regularizer": "plain"}, {"regularizer": "ggpo"}]
 
 
@@ -158,7 +160,7 @@ def test_one_kind_may_stand_in_a_grid_with_several_settings(tmp_path: Path) -> N
     block = load_recipe(str(recipe)).recipe.sweep
     assert block is not None
     axes = {"regularizer": list(block.grid["regularizer"])}
-    cells = list(plan_cells(str(recipe), [], axes, 1))
+    cells = list(SweepBase.of(str(recipe), []).plan(axes, 1))
     assert [c.point["regularizer"] for c in cells] == ["plain", "ggpo", "ggpo beta=0.0", "ggpo control=shuffled"]
     shuffled = GGPO(sigma=0.15, control="shuffled")
     expected = [Plain(), GGPO(sigma=0.15), GGPO(sigma=0.15, beta=0.0), shuffled]
@@ -168,7 +170,7 @@ def test_one_kind_may_stand_in_a_grid_with_several_settings(tmp_path: Path) -> N
 def test_a_kind_with_settings_may_be_written_on_the_command_line() -> None:
     axes = parse_grid(["regularizer=plain,{kind: ggpo, beta: 0},{kind: ggpo, beta: 0.5}", "adapter.targets=[q,k],[v]"])
     assert axes["adapter.targets"] == ["[q,k]", "[v]"]
-    cells = list(plan_cells("double-descent", [], axes, 1))
+    cells = list(SweepBase.of("double-descent", []).plan(axes, 1))
     assert [c.point["regularizer"] for c in cells][::2] == ["plain", "ggpo beta=0", "ggpo beta=0.5"]
     assert cells[2].written == {"regularizer": "{kind: ggpo, beta: 0}", "adapter.targets": "[q,k]"}
     (again,) = SweepBase.of("double-descent", []).cells([cells[2].written], 1)
@@ -178,30 +180,30 @@ def test_a_kind_with_settings_may_be_written_on_the_command_line() -> None:
 def test_an_axis_may_be_of_a_kind_that_another_axis_sets() -> None:
     axes = parse_grid(["regularizer=ggpo,mgpo", "regularizer.rho=0.1,0.2"])
     with pytest.raises(UserError, match=r"unknown key 'regularizer.rho'"):
-        list(plan_cells("double-descent", [], axes, 1))
+        list(SweepBase.of("double-descent", []).plan(axes, 1))
     axes = parse_grid(["regularizer=mgpo,sam", "regularizer.rho=0.1,0.2"])
-    cells = list(plan_cells("double-descent", [], axes, 1))
+    cells = list(SweepBase.of("double-descent", []).plan(axes, 1))
     assert [c.resolved.recipe.regularizer.kind for c in cells] == ["mgpo", "mgpo", "sam", "sam"]
     first = parse_grid(["regularizer.rho=0.1,0.2", "regularizer=mgpo,sam"])  # its settings before the component
-    other = list(plan_cells("double-descent", [], first, 1))
+    other = list(SweepBase.of("double-descent", []).plan(first, 1))
     assert [c.resolved.recipe.regularizer.rho for c in other] == [0.1, 0.1, 0.2, 0.2]
     assert {c.key for c in other} == {c.key for c in cells} and list(other[0].point) == list(first)
     drawn = parse_grid(["regularizer=mgpo,sam", "regularizer.rho=0.1..1"])
-    points = list(plan_cells("double-descent", [], drawn, 1, design="random", points=3))
+    points = list(SweepBase.of("double-descent", []).plan(drawn, 1, design="random", points=3))
     assert all(isinstance(c.resolved.recipe.regularizer.rho, float) for c in points)
 
 
 def test_seeds_begin_at_the_recipes_own() -> None:
     axes = parse_grid(["adapter.rank=1,2"])
-    cells = list(plan_cells("double-descent", [from_override("train.seed", 100)], axes, 2))
+    cells = list(SweepBase.of("double-descent", [from_override("train.seed", 100)]).plan(axes, 2))
     assert [(c.seed, c.resolved.recipe.train.seed) for c in cells] == [(100, 100), (101, 101)] * 2
-    keys = [c.key for c in plan_cells("double-descent", [], axes, 102)]
+    keys = [c.key for c in SweepBase.of("double-descent", []).plan(axes, 102)]
     assert [c.key for c in cells] == [*keys[100:102], *keys[202:204]], "a seed has one name wherever a sweep begins"
 
 
 def test_random_whole_settings_stay_whole() -> None:
     axes = parse_grid(["data.train.limit=10..1000:log", "optimizer.lr=1e-4..1e-2:log"])
-    cells = list(plan_cells("double-descent", [], axes, 1, design="random", points=30))
+    cells = list(SweepBase.of("double-descent", []).plan(axes, 1, design="random", points=30))
     limits = [c.resolved.recipe.data.train.limit for c in cells]
     assert all(isinstance(n, int) and 10 <= n <= 1000 for n in limits) and len(set(limits)) > 20
 
@@ -209,7 +211,7 @@ def test_random_whole_settings_stay_whole() -> None:
 def test_a_thousand_points_are_planned_with_little_work_each() -> None:
     def plan(count: int) -> None:
         axes = parse_grid([f"train.steps={','.join(map(str, range(1, count + 1)))}"])
-        assert len(list(plan_cells("double-descent", [], axes, 1))) == count
+        assert len(list(SweepBase.of("double-descent", []).plan(axes, 1))) == count
 
     plan(1)  # digests of the inputs
     assert python_calls(lambda: plan(1000)) < 10_000 * 1000, "some 5,200 functions a point: milliseconds"
