@@ -15,8 +15,6 @@ from flatshift.finetune.errors import UserError, shorten
 
 Origins = dict[str, str]
 _MAX_WORD = 200  # characters of a word whose near match is searched: the search is quadratic
-_RETIRED = ("quality",)
-"""Former recipe keys that resolved recipes of earlier runs still contain, as null."""
 _MAY_BE_EMPTY = ("task.prompt", "task.system", "task.prefix")
 """Texts placed before others, for which an empty text is a valid value."""
 _WRITTEN = tuple(f"task.{name}" for name in ("prompt", "completion", "target", "answer", "prefix", "system"))
@@ -51,8 +49,6 @@ def build_settings(cls: type, tree: Tree, *, path: str = "", origins: Origins | 
     for key, child in tree.children.items():
         location = tree.keys.get(key, tree.location)
         if key not in names:
-            if not path and key in _RETIRED and isinstance(child, Leaf) and child.value is None:
-                continue
             raise UserError(f"{location}: unknown key {_quote(_join_path(path, key))}{suggest_nearest(key, names)}")
         values[names[key]] = _build_value(hints[names[key]], child, _join_path(path, key), origins)
     for field in dataclasses.fields(cls):

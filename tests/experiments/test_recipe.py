@@ -235,16 +235,6 @@ def test_a_setting_of_another_method_than_the_default_names_those_that_have_it(w
         load_recipe(write("select: {method: {kind: moore-lewis, mixture: 0.5}}"))
 
 
-def test_a_resolved_recipe_of_a_run_before_the_selector_study_moved_still_reads(tmp_path):
-    first = load_recipe("warmup")
-    path = tmp_path / "recipe.resolved.yaml"
-    path.write_text(first.to_yaml() + "quality: null  # default\n", encoding="utf-8")
-    assert resume_recipe(tmp_path).to_yaml() == first.to_yaml()
-    path.write_text(first.to_yaml() + "quality: {seeds: 5}\n", encoding="utf-8")
-    with pytest.raises(UserError, match="unknown key 'quality'"):
-        resume_recipe(tmp_path)
-
-
 def test_a_resumed_run_says_where_its_values_came_from_in_the_first_place(tmp_path):
     first = load_recipe("warmup", [from_override("train.steps", 7, "--train.steps")])
     (tmp_path / "recipe.resolved.yaml").write_text(first.to_yaml(), encoding="utf-8")
