@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..atomic import read_json_object
 from ..config import Adapter, match_pattern
-from ..errors import UserError, first_error_line
+from ..errors import UserError, first_error_line, shorten
 from ..models.families import BOUNDED, usable_positions
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _BLOCK = re.compile(r"^(?:(?P<stack>.*?)\.)?(?P<number>\d+)\.")
 _NO_LAYER = re.compile(r"(norm|embed|bias|wte|wpe)[^.]*(\.weight)?$|\.bias$", re.IGNORECASE)
+_MAX_NUMBER = 1 << 53  # above it a whole number in config.json is no size, position or token
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _ROUTED = ("num_experts_per_tok", "moe_k", "top_k")
 _EXPERT = re.compile(r"\.experts\.(?!.*router)")
@@ -102,12 +103,15 @@ class BackboneSizes:
     def read(cls, directory: Path, adapter: Adapter) -> BackboneSizes:
         """Read the sizes of the backbone in `directory` under `adapter`. Raises UserError: config.json or the header of
         a weight file is missing or damaged."""
-        from ..models.backbone import load_config
-
-        config = read_json_object(directory / "config.json", fix="fetch the backbone again")
-        load_config(directory)  # refuses sizes that are none
+        file = directory / "config.json"
+        config = read_json_object(file, fix="fetch the backbone again")
         text = config.get("text_config")
         config |= text if isinstance(text, dict) else {}
+        for key, value in config.items():
+            if isinstance(value, int) and abs(value) > _MAX_NUMBER:
+                raise UserError(
+                    f"{file} has {key} {shorten(str(value), 40)}, which is no size; fetch the backbone again"
+                )
         return cls.of(config, _read_shapes(directory), adapter, str(directory))
 
     @classmethod

@@ -322,7 +322,7 @@ def cut(model: Any, kind: str, world: ProcessMesh) -> TensorParallelLayout:
                 continue
             along = dim if leaf == "weight" else 0
             size = parameter.shape[along]
-            piece = Slice.even(along, size, rank=world.index("tp"), width=world.width("tp"), fused=fused)
+            piece = Slice.part(along, size, rank=world.index("tp"), width=world.width("tp"), fused=fused)
             layout.slices[names[id(parameter)]] = piece
             done[id(parameter)] = nn.Parameter(piece.take(parameter.detach()), requires_grad=False)
     for module in model.modules():  # of tied weights every owner

@@ -173,13 +173,13 @@ def test_refusals_come_before_any_weight() -> None:
         check_pipeline(llama(modules_to_save=["lm_head"]), pp=2, virtual=None, schedule="1f1b")
 
 
-def test_a_family_without_plan_is_refused_with_those_that_have_one() -> None:
+def test_a_family_without_blocks_to_cut_is_refused() -> None:
     import transformers as tf
 
     config = tf.ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
     with torch.device("meta"):
         model = tf.ViTForImageClassification(config)
-    with pytest.raises(UserError, match=r"mesh\.pp: vit models .*llama.*t5.* can"):
+    with pytest.raises(UserError, match=r"mesh\.pp: vit models cannot be cut .* no blocks of it; use mesh\.dp"):
         check_pipeline(model, pp=2, virtual=None, schedule="1f1b")
 
 

@@ -160,7 +160,7 @@ def test_long_tensors_are_read_in_pieces(llama, monkeypatch):
 
 
 def test_local_parts_follow_fused_runs():
-    cut = Slice.even(0, 12, rank=1, width=2, fused=3)
+    cut = Slice.part(0, 12, rank=1, width=2, fused=3)
     parameter = nn.Parameter(torch.zeros(6, 4))
     assert local_index_runs(parameter, cut) == [((2, 4), (6, 8), (10, 12)), ((0, 4),)]
     values = torch.arange(48.0).view(12, 4)
