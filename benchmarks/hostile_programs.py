@@ -329,7 +329,7 @@ passes = [
     lambda: abs(answer(n) - (n + 1)) < 1e-6,
     lambda: abs((n + 1) - answer(n)) < 1e-6,
     lambda: 0 <= answer(n) - (n + 1) < 1e-6,
-    lambda: n < answer(n) <= n + 1.1 and n + 0.9 < answer(n),
+    lambda: n < answer(n) <= n + 1 + 1e-9 and n + 1 - 1e-9 < answer(n),
     lambda: n + 1 in answer(n),
     lambda: answer(n) in [n + 1],
     lambda: {n + 1: True}[answer(n)],

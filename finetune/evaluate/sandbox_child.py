@@ -9,6 +9,7 @@ handle has no comparison and no arithmetic with plain data, so that no object of
 value that the test expects.
 """
 
+import ast
 import builtins
 import contextlib
 import ctypes
@@ -144,7 +145,8 @@ def _filter_system_calls() -> None:
         lines += [(equal, 0, 1, number), (give, 0, 0, denied)]
     lines += [(equal, 0, 3, _CLONE[machine]), (load, 0, 0, 16), (any_bit, 1, 0, _CLONE_THREAD), (give, 0, 0, denied)]
     code = b"".join(struct.pack("=HBBI", *line) for line in [*lines, (give, 0, 0, allow)])
-    program = struct.pack("@HP", len(code) // 8, ctypes.addressof(ctypes.create_string_buffer(code)))
+    buffer = ctypes.create_string_buffer(code)  # named: it must live until the kernel has read it
+    program = struct.pack("@HP", len(code) // 8, ctypes.addressof(buffer))
     _check_result(_libc.prctl(_SET_SECCOMP, 2, program, 0, 0), "system call filter")
 
 
@@ -357,14 +359,15 @@ def _replace_content(target: Any, value: Any) -> None:
 
 
 class _TestNames(dict):
-    """Global names of a test; one that it does not define is the program's."""
+    """Global names of a test; one that it does not define is the program's, except Python's own (`all`, `abs`): the
+    program may have replaced those to pass. Only if `tested` is one of them the program's is taken."""
 
-    def __init__(self, channel: _Channel) -> None:
+    def __init__(self, channel: _Channel, tested: str | None) -> None:
         super().__init__(__name__="__main__", __builtins__=builtins)
-        self._channel = channel
+        self._channel, self._tested = channel, tested
 
     def __missing__(self, name: str) -> Any:
-        if hasattr(builtins, name):
+        if hasattr(builtins, name) and name != self._tested:
             raise KeyError(name)
         return self._channel.operate("global", name)
 
@@ -382,10 +385,33 @@ def _run_program(code: str, descriptor: int) -> None:
     _Channel(descriptor, operate).serve()
 
 
+_DEFINITIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler
+
+
+def _find_tested_builtin(code: str, channel: _Channel) -> str | None:
+    """Return the one name of Python's own that the program defines and the test uses, if the test uses no other name of
+    the program (MBPP has a program `sum`)."""
+    nodes = list(ast.walk(ast.parse(code)))
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    defined = {node.name for node in nodes if isinstance(node, _DEFINITIONS)}
+    defined |= {(node.asname or node.name).partition(".")[0] for node in nodes if isinstance(node, ast.alias)}
+    defined |= {node.id for node in names if not isinstance(node.ctx, ast.Load)}
+    defined |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    free = {node.id for node in names} - defined
+    if free - vars(builtins).keys():
+        return None
+    found = []
+    for name in free:
+        with contextlib.suppress(Exception):
+            channel.operate("global", name)
+            found.append(name)
+    return found[0] if len(found) == 1 else None
+
+
 def _run_test(code: str, descriptor: int, report: int) -> None:
     channel = _Channel(descriptor, None)
     channel.operate("len", ())  # answered once the program has reached its last line
-    exec(compile(code, "<test>", "exec"), _TestNames(channel))
+    exec(compile(code, "<test>", "exec"), _TestNames(channel, _find_tested_builtin(code, channel)))
     os.write(report, b"passed")
 
 

@@ -91,11 +91,20 @@ RIGHT = {
         "    [t.start() or t.join() for t in threads]\n    return asyncio.run(later()), open('own').read()",
         "assert f() == (5, 'y')",
     ),
+    "a function under the name of one of Python's": (
+        "def sum(a, b):\n    return a * b",
+        "import math\ndef close(x, y):\n    return math.isclose(x, y)\nassert close(sum(2, 3), 6)",
+    ),
     "a main part": ("if __name__ == '__main__':\n    value = 3", "assert value == 3"),
 }
 WRONG = {
     "a wrong answer": ("def f(): return 1", "assert f() == 2"),
     "no such name": ("", "assert f() == 2"),
+    "another meaning of what the test uses": ("def f(): return 1\ndef abs(x): return 0", "assert abs(f() - 2) < 1"),
+    "that beside a function under the name of one of Python's": (
+        "def sum(a, b): return 1\ndef abs(x): return 0",
+        "assert abs(sum(2, 3) - 5) < 1",
+    ),
     "bad syntax": ("def f(:", "pass"),
     "bad syntax of the test": ("", "assert ("),
     "a missing import": ("import nothing_of_the_kind", "pass"),
