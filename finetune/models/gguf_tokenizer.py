@@ -29,7 +29,7 @@ _WORDS = {
 }
 """Pre-tokenizers of byte-level BPE: regular expression of a word; None: GPT-2's."""
 _WHOLE = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}
-"""Those that take a word of the vocabulary without its merges, and begin a text with a token if the file is silent."""
+"""Pre-tokenizers that take a word of the vocabulary without its merges; the text begins with a token by default."""
 _NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 
 
@@ -52,9 +52,9 @@ def build_tokenizer(fields: Mapping[str, Any]) -> Any:
             token.replace(" ", "\u2581") if kind != _CONTROL else token
             for token, kind in zip(tokens, types, strict=True)
         ]
-        made, begins = _sentencepiece(own, tokens, types, architecture), vocabulary == "llama"
+        tokenizer, begins = _sentencepiece(own, tokens, types, architecture), vocabulary == "llama"
     elif vocabulary == "gpt2":
-        made, begins = _byte_level(own, tokens), own.get("pre") in _WHOLE
+        tokenizer, begins = _byte_level(own, tokens), own.get("pre") in _WHOLE
     else:
         raise ValueError(f"vocabularies of the kind {vocabulary!r} are not converted")
     strips = pieces and "phi-3" in str(fields.get("general.name")).lower()  # as llama.cpp
@@ -63,11 +63,11 @@ def build_tokenizer(fields: Mapping[str, Any]) -> Any:
         for token, kind in zip(tokens, types, strict=True)
         if kind in (_CONTROL, _USER_DEFINED) and token.strip("\u2581")  # merges make those of spaces
     ]
-    made.add_tokens(added)
+    tokenizer.add_tokens(added)
     named = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {name: own.get(f"{key}_token_id") for name, key in named.items()}
     return PreTrainedTokenizerFast(
-        tokenizer_object=made,
+        tokenizer_object=tokenizer,
         add_bos_token=own.get("add_bos_token", begins) and ids["bos_token"] is not None,
         add_eos_token=own.get("add_eos_token", False) and ids["eos_token"] is not None,
         chat_template=fields.get("tokenizer.chat_template"),
@@ -85,7 +85,7 @@ def _sentencepiece(own: Mapping[str, Any], tokens: Sequence[str], types: Sequenc
         merges = _pairs(own["merges"])
     else:
         merges = _merges_by_score(vocabulary, tokens, types, own["scores"])
-    made = Tokenizer(
+    tokenizer = Tokenizer(
         models.BPE(
             vocabulary,
             merges,
@@ -96,15 +96,17 @@ def _sentencepiece(own: Mapping[str, Any], tokens: Sequence[str], types: Sequenc
     )
     decoder = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     if architecture == "gemma3" or not own.get("add_space_prefix", True):
-        made.normalizer = normalizers.Replace(" ", "\u2581")
+        tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
     else:
         decoder.append(decoders.Strip(content=" ", left=1))
         if architecture == "phi3":  # a space before every part of a text between added tokens
-            made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+            tokenizer.normalizer = normalizers.Sequence(
+                [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+            )
         else:
-            made.pre_tokenizer = pre_tokenizers.Metaspace("\u2581", prepend_scheme="first", split=False)
-    made.decoder = decoders.Sequence(decoder)
-    return made
+            tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("\u2581", prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Sequence(decoder)
+    return tokenizer
 
 
 def _pairs(merges: Sequence[Any]) -> list[Any]:
@@ -156,14 +158,14 @@ def sentencepiece_model(tokenizer: Any) -> bytes | None:
     ours, theirs = ([pair for pair in pairs if "".join(pair) in plain] for pairs in (made_by_scores, merges))
     if set(ours) != set(theirs) or ["".join(pair) for pair in ours] != ["".join(pair) for pair in theirs]:
         raise ValueError("scores, which llama.cpp needs, cannot have the effect of this tokenizer's merges")
-    made = protocol.ModelProto()
-    made.trainer_spec.model_type, made.trainer_spec.byte_fallback = 2, _BYTE in types
-    made.trainer_spec.unk_id, made.trainer_spec.unk_piece = tokenizer.unk_token_id, tokenizer.unk_token
-    made.normalizer_spec.name, made.normalizer_spec.remove_extra_whitespaces = "identity", False
-    made.normalizer_spec.add_dummy_prefix = False
+    proto = protocol.ModelProto()
+    proto.trainer_spec.model_type, proto.trainer_spec.byte_fallback = 2, _BYTE in types
+    proto.trainer_spec.unk_id, proto.trainer_spec.unk_piece = tokenizer.unk_token_id, tokenizer.unk_token
+    proto.normalizer_spec.name, proto.normalizer_spec.remove_extra_whitespaces = "identity", False
+    proto.normalizer_spec.add_dummy_prefix = False
     for token, score, kind in zip(tokens, scores, types, strict=True):
-        made.pieces.add(piece=token, score=score, type=kind)
-    return bytes(made.SerializeToString())
+        proto.pieces.add(piece=token, score=score, type=kind)
+    return bytes(proto.SerializeToString())
 
 
 def _byte_level(own: Mapping[str, Any], tokens: Sequence[str]) -> Any:
@@ -179,14 +181,14 @@ def _byte_level(own: Mapping[str, Any], tokens: Sequence[str]) -> Any:
     merges = _pairs(own["merges"])
     if lost := next((merge for merge in merges if not {*merge, "".join(merge)} <= vocabulary.keys()), None):
         raise ValueError(f"its merge of {lost} is none of its tokens")
-    made = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=name in _WHOLE))
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=name in _WHOLE))
     if name == "qwen2":
-        made.normalizer = normalizers.NFC()
+        tokenizer.normalizer = normalizers.NFC()
     pattern = _WORDS[name]
     words: list[Any] = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
     if name == "smollm":
         words = [pre_tokenizers.Digits(individual_digits=True)]
     in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
-    made.pre_tokenizer = pre_tokenizers.Sequence([*words, in_bytes])
-    made.decoder = decoders.ByteLevel()
-    return made
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*words, in_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
