@@ -381,7 +381,7 @@ def _is_index_list(value: Any) -> bool:
 def _choose_blocks(values: Mapping[str, Any], count: int, blocks: int) -> list[int]:
     """Return the indices of `blocks` blocks, more if there are more kinds of them, at most four."""
     lists = [value for value in values.values() if isinstance(value, list) and len(value) == count]
-    lists = [value for value in lists if not _is_index_list(value)]
+    lists = [value for value in lists if not _is_index_list(value) and not any(type(each) is float for each in value)]
     indices = [value for key, value in values.items() if _is_index_list(value) and re.search("layer|idx|ids$", key)]
     kinds: dict[str, int] = {}
     shared = values.get("num_kv_shared_layers") or 0
