@@ -395,7 +395,7 @@ class Engine:
 
 
 class RoutedModules:
-    """Members of lists inside blocks, which a forward pass may leave out, as an expert without tokens.
+    """Experts that are modules, which a forward pass leaves out if they get no token.
 
     A rank on which one is left out adds 0 times its trained parameters to the block's output: all ranks then have
     gradients of the same sizes to reduce, whatever their tokens.
@@ -411,7 +411,8 @@ class RoutedModules:
         for block in transformer_blocks(model):
             members = []
             for container in block.modules():
-                if isinstance(container, nn.ModuleList | nn.ModuleDict) and ".lora_" not in names[container]:
+                is_list = isinstance(container, nn.ModuleList | nn.ModuleDict)
+                if is_list and "expert" in names[container].rpartition(".")[2]:
                     members += [member for member in container.children() if trainable(member)]
             for member in members:
                 self._parameters[member] = [f"{names[member]}.{name}" for name in trainable(member)]

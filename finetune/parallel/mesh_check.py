@@ -46,6 +46,8 @@ from .pipeline.pipeline_plan import virtual_stages
 BOUNDS = {"loss": 1e-5, "gradients": 1e-3, "norm": 1e-4}
 """Largest relative difference from one process; of the gradients, that of the worst tensor (its size is counted as at
 least 1/1000 of the norm)."""
+_NO_COPY = "cannot be compared with one process, where a small copy of it fails"
+_FAILS = "fails in a step of a small copy"
 _LENGTH, _DROPOUT, _SEED = 16, 0.1, 11
 _FORM = 1
 """Version of this check, a part of the key of its results in the cache."""
@@ -78,25 +80,29 @@ def check_mesh_equality(
     config = open_backbone(backbone).config
     if world.size == 1 or is_tried(config.model_type, mesh):
         return
-    small, settings, train = shrink_config(config, mesh), _small_adapter(adapter), _small_train(train, world)
-    rates = (
-        [rate for _, _, rate in dropout_rates(config)] if train.backbone_dropout is None else [train.backbone_dropout]
-    )
-    drops = any(rate > 0 for rate in (adapter.dropout, *rates))
+    mesh = dataclasses.replace(mesh, auto=False, microbatches=None)
+    settings, step = _small_adapter(adapter), _small_train(train, world)
+    try:
+        small = shrink_config(config, mesh)
+    except Exception as error:  # each architecture validates its own configuration
+        raise UserError(f"mesh: {config.model_type} on {world} {_NO_COPY} ({first_error_line(error)})") from error
+    own = train.backbone_dropout
+    rates = [rate for _, _, rate in dropout_rates(config)] if own is None else [own]
+    drops = max(adapter.dropout, *rates, 0.0) > 0
     key = record_digest(
         {
             "form": [_FORM, torch.__version__, transformers.__version__, peft.__version__],
-            "config": [small.to_json_string(use_diff=False), task.kind, list(label_names or ()), drops],
-            "settings": [dataclasses.asdict(each) for each in (settings, train, mesh)],
+            "config": [small.to_json_string(use_diff=False), task.name, list(label_names or ()), drops],
+            "settings": [dataclasses.asdict(each) for each in (settings, step, mesh)],
         }
     )
     file = cache_root() / "meshes" / f"{key}.json"
     answer = [_read_answer(file) if world.is_main else None]
     dist.broadcast_object_list(answer, src=0)
     if answer[0] is None:
-        case = SmallCase(small, task, settings, train, mesh, world, tuple(label_names or ()) or None)
+        case = SmallCase(small, task, settings, step, mesh, world, tuple(label_names or ()) or None)
         answer = [case.find_problem(drops=drops)]
-        if world.is_main:
+        if world.is_main and not answer[0].startswith((_NO_COPY, _FAILS)):
             write_cached_json(file, {"problem": answer[0]})
     if answer[0]:
         raise UserError(f"mesh: {config.model_type} on {world} {answer[0]}")
@@ -131,20 +137,17 @@ class SmallCase:
 
     def _compare(self, dropout: float) -> str:
         with tempfile.TemporaryDirectory() as folder:
+            problem = _NO_COPY
             try:
-                task = self.save(Path(folder), dropout)
-            except (ValueError, TypeError, RuntimeError, KeyError, AttributeError, AssertionError, IndexError) as error:
-                return f"cannot be compared with one process, its small copy fails ({first_error_line(error)})"
-            step = partial(self.step, folder, task, dropout)
-            try:
+                step = partial(self.step, folder, self.save(Path(folder), dropout), dropout)
+                single = step(ProcessMesh.alone(self.world.device), Mesh())
+                problem = _FAILS
                 mine = step(self.world, self.mesh)
-            except UserError:
-                raise
             except Exception as error:
-                if is_out_of_memory(error):
+                if is_out_of_memory(error) or (isinstance(error, UserError) and folder not in str(error)):
                     raise
-                return f"fails in a step of a small copy ({first_error_line(error)})"
-            verdict = [describe_difference(mine, step(ProcessMesh.alone(self.world.device), Mesh()))]
+                return f"{problem} ({first_error_line(error).replace(folder, 'it')})"
+        verdict = [describe_difference(mine, single)]
         dist.broadcast_object_list(verdict, src=0)
         return verdict[0]
 
