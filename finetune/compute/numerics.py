@@ -68,8 +68,16 @@ def _source_draws(module: str) -> bool:
 def _has_draw(node: ast.AST) -> bool:
     if isinstance(node, ast.FunctionDef) and "init" in node.name:
         return False
-    draws = isinstance(node, ast.Attribute) and node.attr in ("exponential_", "uniform_", "rand_like", "randn_like")
+    draws = isinstance(node, ast.Attribute) and node.attr in _DRAWS
     return draws or any(map(_has_draw, ast.iter_child_nodes(node)))
+
+
+_DRAWS = frozenset(
+    [
+        *("rand", "randn", "rand_like", "randn_like", "randint", "randperm", "uniform_", "normal_", "exponential_"),
+        *("bernoulli", "bernoulli_", "multinomial", "gumbel_softmax"),
+    ]
+)
 
 
 def find_generator_dropout(model: nn.Module) -> tuple[str, nn.Module] | None:

@@ -28,6 +28,7 @@ from flatshift.finetune.config import Adapter, Mesh, Train
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models import checkpoint
 from flatshift.finetune.models.backbone import quiet_transformers
+from flatshift.finetune.models.families import is_tried
 from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.parallel.mesh_check import BOUNDS, SmallCase, StepResult, describe_difference, shrink_config
 from flatshift.finetune.tasks import LanguageModel, Seq2Seq
@@ -132,6 +133,13 @@ def test_what_is_mended_is_equal_and_each_fault_has_its_figure() -> None:
     assert marian.startswith("fails in a step of a small copy") and "embed_positions" in marian
 
 
+def test_families_beyond_the_benchmarks_are_cut_into_stages() -> None:
+    kinds = ("minimax_m2", "hy_v3", "laguna", "youtu", "olmo_hybrid", "minicpm3")
+    assert not any(is_tried(kind, AXES["pp"]) for kind in kinds)
+    one, _ = run_ranks(problems, 2, [(kind, "pp", 0.1, "") for kind in kinds])
+    assert one == [""] * len(kinds), one
+
+
 def test_differences_are_judged_by_each_figure() -> None:
     wanted = StepResult(2.0, 5.0, {"a": torch.tensor([3.0, 4.0]), "b": torch.zeros(2)})
     assert describe_difference(wanted, wanted) == ""
@@ -197,6 +205,15 @@ def test_a_router_draws_from_the_seed_of_the_run(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, files[1][name]) for name, tensor in files[0].items())
     warm_commands.flatshift(*words(backbone, mesh, **{"mesh.dp": 2}))
     assert losses(mesh) == pytest.approx(losses(whole), abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["opt", "marian"])
+def test_data_ranks_train_as_one_process(kind: str, tmp_path: Path) -> None:
+    """Rows end to end have their own masks; positions that no file has are computed."""
+    backbone, wet = write_backbone(kind, tmp_path / kind), {"adapter.dropout": 0.1}
+    assert run(words(backbone, tmp_path / "one", **wet)) == 0
+    warm_commands.flatshift(*words(backbone, tmp_path / "mesh", **{"mesh.dp": 2}, **wet))
+    assert losses(tmp_path / "mesh") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
 
 
 def test_a_difference_is_one_sentence_before_anything_is_written(tmp_path: Path, cache: Path) -> None:
