@@ -146,7 +146,8 @@ class SmallCase:
             except Exception as error:
                 if is_out_of_memory(error) or (isinstance(error, UserError) and folder not in str(error)):
                     raise
-                return f"{problem} ({first_error_line(error).replace(folder, 'it')})"
+                reason = first_error_line(error).replace(folder, "it")
+                return f"{problem} ({'on another rank' if 'Connection' in reason else reason})"
         verdict = [describe_difference(mine, single)]
         dist.broadcast_object_list(verdict, src=0)
         return verdict[0]
@@ -211,7 +212,7 @@ class SmallCase:
             batch_size=self.train.batch_size,
             seed=_SEED,
             max_length=_LENGTH,
-            pad_id=config.pad_token_id or 0,
+            pad_id=getattr(config, "pad_token_id", None) or 0,
             share=share,
             multiple=multiple,
             masking=masking,
