@@ -291,7 +291,11 @@ def shrink_config(config: Any, mesh: Mesh) -> Any:
     values = config.to_dict()
     values.pop("quantization_config", None)
     virtual = virtual_stages(mesh.schedule, mesh.virtual) if mesh.pp > 1 else 1
-    return type(config).from_dict(_shrink(values, config, max(2, mesh.pp * virtual)))
+    blocks = max(2, mesh.pp * virtual)
+    try:
+        return type(config).from_dict(_shrink(values, config, blocks))
+    except Exception:  # Gemma wants a width that its heads divide, although theirs is another
+        return type(config).from_dict(_shrink(values, config, blocks, by_heads=True))
 
 
 _WIDTH = re.compile(
@@ -307,7 +311,7 @@ _BLOCKS = re.compile(
 _PERIOD = re.compile(r"(period|_step|every\w*|interval|freq\w*|pattern|layer_group_size)$")
 
 
-def _shrink(values: Mapping[str, Any], config: Any, blocks: int) -> dict[str, Any]:
+def _shrink(values: Mapping[str, Any], config: Any, blocks: int, *, by_heads: bool = False) -> dict[str, Any]:
     """Return the keys `values` of `config` for a small copy, of it and of the configurations in it."""
     hidden, heads, count = (
         values.get(config.attribute_map.get(name, name))
@@ -315,13 +319,14 @@ def _shrink(values: Mapping[str, Any], config: Any, blocks: int) -> dict[str, An
     )
     layers = values.get("per_layer_config") or {}
     widths = {key: value for key, value in values.items() if type(value) is int and _is_width(key)}
-    divisor = _find_divisor([values, *layers.values()], values.get("rope_parameters") or {}, hidden, heads)
+    unit = heads if by_heads and type(heads) is int and type(hidden) is int and hidden % heads == 0 else 1
+    divisor = _find_divisor([values, *layers.values()], values.get("rope_parameters") or {}, hidden, heads, unit)
     kept = _choose_blocks(values, count, blocks) if type(count) is int else list(range(blocks))
     small: dict[str, Any] = {}
     for key, value in values.items():
         inner = getattr(config, key, None) if isinstance(value, dict) else None
         if isinstance(value, dict) and hasattr(inner, "to_dict"):
-            small[key] = _shrink(value, inner, blocks)
+            small[key] = _shrink(value, inner, blocks, by_heads=by_heads)
         elif key in widths:
             small[key] = max(1, value // divisor)
         elif key == "per_layer_config" and layers:
@@ -343,9 +348,9 @@ def _is_width(key: str) -> bool:
     return _WIDTH.search(key) is not None and _NO_WIDTH.search(key) is None
 
 
-def _find_divisor(parts: list[Mapping[str, Any]], rope: Mapping[str, Any], hidden: Any, heads: Any) -> int:
-    """Return the largest power of two up to 64 that divides the width of the model to at least 32, and those of its
-    heads to even numbers of at least 4 (of states and rotated parts 2)."""
+def _find_divisor(parts: list[Mapping[str, Any]], rope: Mapping[str, Any], hidden: Any, heads: Any, unit: int) -> int:
+    """Return the largest power of two up to 64 that divides the width of the model to a multiple of `unit` of at least
+    32, and those of its heads to even numbers of at least 4 (of states and rotated parts 2)."""
     sizes = {key: value for part in parts for key, value in part.items() if type(value) is int and _is_width(key)}
     smallest = {size: 2 if "mamba" in key else 4 for key, size in sizes.items() if "head" in key or key == "d_kv"}
     if not smallest and type(hidden) is int and type(heads) is int and heads:
@@ -359,7 +364,6 @@ def _find_divisor(parts: list[Mapping[str, Any]], rope: Mapping[str, Any], hidde
         size % (2 * divisor) == 0 and size // divisor >= least for size, least in smallest.items()
     ):
         divisor //= 2
-    unit = heads if type(hidden) is int and type(heads) is int and heads and hidden % heads == 0 else 1
     while divisor > 1 and type(hidden) is int and (hidden % (divisor * unit) or hidden // divisor < 32):
         divisor //= 2
     return divisor
