@@ -78,8 +78,9 @@ def check_mesh_equality(
     configuration, settings, library versions and mesh.
     """
     config = open_backbone(backbone).config
-    if world.size == 1 or is_tried(config.model_type, mesh):
-        return
+    auto, _ = auto_class(task, num_labels=2, label_names=None)
+    if world.size == 1 or is_tried(config.model_type, mesh) or type(config) not in auto._model_mapping:
+        return  # without a class it cannot be loaded
     mesh = dataclasses.replace(mesh, auto=False, microbatches=None)
     settings, step = _small_adapter(adapter), _small_train(train, world)
     try:
@@ -203,7 +204,8 @@ class SmallCase:
 
     def _batches(self, task: Task, share: tuple[int, int], multiple: int) -> TrainingDataLoader:
         config = self.config.get_text_config()
-        vocabulary, masking = getattr(config, "vocab_size", 64), None
+        sizes = [getattr(config, key, None) for key in ("vocab_size", "src_vocab_size", "tgt_vocab_size")]
+        vocabulary, masking = min(size for size in sizes if size), None
         if task.traits.masks_tokens:
             masking = Masking(vocabulary - 1, np.arange(vocabulary // 2))
         return TrainingDataLoader(
