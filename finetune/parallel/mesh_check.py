@@ -100,13 +100,14 @@ def check_mesh_equality(
     file = cache_root() / "meshes" / f"{key}.json"
     answer = [_read_answer(file) if world.is_main else None]
     dist.broadcast_object_list(answer, src=0)
-    if answer[0] is None:
+    problem = answer[0]
+    if problem is None:
         case = SmallCase(small, task, settings, step, mesh, world, tuple(label_names or ()) or None)
-        answer = [case.find_problem(drops=drops)]
-        if world.is_main and not answer[0].startswith((_NO_COPY, _FAILS)):
-            write_cached_json(file, {"problem": answer[0]})
-    if answer[0]:
-        raise UserError(f"mesh: {config.model_type} on {world} {answer[0]}")
+        problem = case.find_problem(drops=drops)
+        if world.is_main and not problem.startswith((_NO_COPY, _FAILS)):
+            write_cached_json(file, {"problem": problem})
+    if problem:
+        raise UserError(f"mesh: {config.model_type} on {world} {problem}")
 
 
 def _read_answer(file: Path) -> str | None:
