@@ -35,7 +35,7 @@ from ..data.example import IGNORE, Example
 from ..data.masking import Masking
 from ..digests import record_digest
 from ..errors import UserError, first_error_line, is_out_of_memory
-from ..models.backbone import auto_class, open_backbone, quiet_transformers
+from ..models.backbone import auto_class, check_task, open_backbone, quiet_transformers
 from ..models.families import is_tried
 from ..seeds import torch_generator
 from ..tasks import LanguageModel, Task
@@ -78,9 +78,9 @@ def check_mesh_equality(
     configuration, settings, library versions and mesh.
     """
     config = open_backbone(backbone).config
-    auto, _ = auto_class(task, num_labels=2, label_names=None)
-    if world.size == 1 or is_tried(config.model_type, mesh) or type(config) not in auto._model_mapping:
-        return  # without a class it cannot be loaded
+    if world.size == 1 or is_tried(config.model_type, mesh):
+        return
+    check_task(backbone, task)
     mesh = dataclasses.replace(mesh, auto=False, microbatches=None)
     settings, step = _small_adapter(adapter), _small_train(train, world)
     try:
