@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..compute.loss import Head
+from ..data.encoding import iter_chunks
 from ..data.eval_batching import EvalBatching
 from ..models.anatomy import cache_argument, output_cache
 from .generation import pad_rows
@@ -70,15 +73,20 @@ def tokenize_candidates(tokenizer: Any, texts: Sequence[tuple[str, str, str]], b
 
 @torch.no_grad()
 def score_candidates(
-    model: Any, items: Sequence[Sequence[Candidate]], inference: EvalBatching, *, shared: bool | None = None
+    model: Any,
+    items: Sequence[Sequence[Candidate]],
+    inference: EvalBatching,
+    *,
+    head: Head | None = None,
+    shared: bool | None = None,
 ) -> list[list[NDArray[np.float64]]]:
     """Return log p of every scored token of every candidate of every item.
 
-    The model must be in evaluation mode. shared: None tests whether the model's cache can be repeated; False scores
-    every candidate separately.
+    The model must be in evaluation mode. head: as in `answer_nats`. shared: None tests whether the model's cache can be
+    repeated; False scores every candidate separately.
     """
     if shared is None:
-        shared = _can_repeat_cache(model, items, inference)
+        shared = _can_repeat_cache(model, items, inference, head)
     if not shared:
         return _score_separately(model, items, inference)
     found: list[list[NDArray[np.float64]]] = [[] for _ in items]
@@ -94,10 +102,10 @@ def score_candidates(
             with inference.precision():
                 cache = output_cache(model(input_ids=prefix, use_cache=True, logits_to_keep=1))
         order = sorted(group, key=lambda i: -len(items[i][0].ids))
-        for batch in _item_batches(order, items, model, inference):
-            made = _score_after_prefix(model, [items[i] for i in batch], cache, size, inference)
-            for i, scored in zip(batch, made, strict=True):
-                found[i] = scored
+        for batch in _item_batches(order, items, model, inference, head):
+            scores = _score_after_prefix(model, [items[i] for i in batch], cache, size, inference, head)
+            for i, item_scores in zip(batch, scores, strict=True):
+                found[i] = item_scores
     return found
 
 
@@ -129,8 +137,10 @@ def _shared_length(item: Sequence[Candidate]) -> int:
 
 
 def _item_batches(
-    order: list[int], items: Sequence[Sequence[Candidate]], model: Any, inference: EvalBatching
+    order: list[int], items: Sequence[Sequence[Candidate]], model: Any, inference: EvalBatching, head: Head | None
 ) -> list[list[int]]:
+    if head is not None:
+        return list(iter_chunks(order, inference.batch_size))
     vocabulary, found, start = int(model.config.get_text_config().vocab_size), [], 0
     while start < len(order):
         item = items[order[start]]
@@ -142,13 +152,18 @@ def _item_batches(
 
 
 def _score_after_prefix(
-    model: Any, items: Sequence[Sequence[Candidate]], cache: Any, size: int, inference: EvalBatching
+    model: Any,
+    items: Sequence[Sequence[Candidate]],
+    cache: Any,
+    size: int,
+    inference: EvalBatching,
+    head: Head | None,
 ) -> list[list[NDArray[np.float64]]]:
     """Score items after `size` shared tokens, which `cache` holds: own words (B, M), then candidates (B·K, C)."""
     owns = [_shared_length(item) for item in items]
     heads = [item[0].ids[size:own] for item, own in zip(items, owns, strict=True)]
     tails = [one.ids[own:] for item, own in zip(items, owns, strict=True) for one in item]
-    nats, _ = answer_nats(model, heads, tails, inference, size=size, cache=cache)
+    nats, _ = answer_nats(model, heads, tails, inference, size=size, cache=cache, head=head)
     rows = iter((-nats.double()).cpu().numpy())
     return [
         [next(rows)[one.start - own : len(one.ids) - own] for one in item]
@@ -165,11 +180,13 @@ def answer_nats(
     *,
     size: int = 0,
     cache: Any = None,
+    head: Head | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return −log p of every token of B·K answers, K after each of B prompts in turn, each prompt read once: (B·K, C),
-    and the mask of real tokens.
+    """Return −log p of every token of B·K answers, K after each of B prompts in turn, each prompt read once: (B·K, C)
+    float32, and the mask of real tokens.
 
-    Prompts are padded on the left, answers on the right. cache: of `size` tokens before all prompts.
+    Prompts are padded on the left, answers on the right. cache: of `size` tokens before all prompts. head: the model's
+    own (`flatshift.finetune.compute.loss.find_head`), which computes the logits of real tokens alone, some at a time.
     """
     each = len(answers) // len(prompts)
     ids, mask = pad_rows(prompts, inference.pad_id, left=True)
@@ -186,21 +203,33 @@ def answer_nats(
         asked = model(
             input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1, **kept
         )
-        logits = asked.logits.repeat_interleave(each, dim=0)
+        log_probs = F.log_softmax(asked.logits[:, -1].float(), dim=-1)
+        nats = log_probs.new_zeros(written.shape)
+        nats[:, 0] = -log_probs.gather(-1, written[:, 0].view(len(prompts), each)).flatten()
         if written.shape[1] > 1:
             after = output_cache(asked)
             after.batch_repeat_interleave(each)
             start = (positions[:, -1:] + 1).repeat_interleave(each, dim=0)
-            said = model(
+            run = partial(
+                model,
                 input_ids=written[:, :-1],
                 attention_mask=torch.cat([mask.repeat_interleave(each, dim=0), real[:, :-1]], dim=1),
                 position_ids=start + torch.arange(written.shape[1] - 1, device=start.device),
                 use_cache=True,
                 **cache_argument(after),
             )
-            logits = torch.cat([logits, said.logits], dim=1)
-    nats = F.cross_entropy(logits.float().flatten(0, 1), written.flatten(), reduction="none").view(written.shape)
+            targets, is_real = written[:, 1:], real[:, 1:].bool()
+            if head is None:
+                logits = run().logits[is_real].float()
+                nats[:, 1:][is_real] = F.cross_entropy(logits, targets[is_real], reduction="none")
+            else:
+                entropies = partial(_real_entropies, head=head, targets=targets, is_real=is_real)
+                nats[:, 1:][is_real] = head.taken(entropies, run)
     return nats, real
+
+
+def _real_entropies(hidden: Tensor, head: Head, targets: Tensor, is_real: Tensor) -> Tensor:
+    return head.cross_entropies(hidden[is_real], targets[is_real])
 
 
 def _score_separately(
@@ -227,7 +256,9 @@ def _score_separately(
     return [[found[next(rows_)] for _ in item] for item in items]
 
 
-def _can_repeat_cache(model: Any, items: Sequence[Sequence[Candidate]], inference: EvalBatching) -> bool:
+def _can_repeat_cache(
+    model: Any, items: Sequence[Sequence[Candidate]], inference: EvalBatching, head: Head | None
+) -> bool:
     """True if both ways agree on the shortest, middle and longest item of the largest group together, so that padding
     is included."""
     if getattr(model, "soft_tokens", 0):
@@ -238,7 +269,7 @@ def _can_repeat_cache(model: Any, items: Sequence[Sequence[Candidate]], inferenc
     probe = [items[i] for i in dict.fromkeys((group[0], group[len(group) // 2], group[-1]))]
     alone = _score_separately(model, probe, inference)
     try:
-        both = score_candidates(model, probe, inference, shared=True)
+        both = score_candidates(model, probe, inference, head=head, shared=True)
     except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError):
         return False
     exact = inference.autocast_dtype is None and next(model.parameters()).dtype == torch.float32
