@@ -93,12 +93,25 @@ def seconds(build: Callable[[], Callable[[], Any]]) -> float:
     return cpu_seconds(build()) / STEPS
 
 
+def product_share(**settings: Any) -> float:
+    """Matrix products' share of the CPU time of our updates, by torch's profiler."""
+    run = train_step.ours(**settings, steps=STEPS)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        run()
+    times = {event.key: event.self_cpu_time_total for event in profiler.key_averages()}
+    return sum(times.get(f"aten::{name}", 0.0) for name in ("mm", "addmm", "bmm")) / sum(times.values())
+
+
 def step(bench: Benchmark) -> None:
     """An update beside TRL's."""
     task, batches = completions(STEPS + 1)
     for precision, bars in (("bf16", (0.15, 0.35)), ("fp32", (None, None))):
         common: dict[str, Any] = {"task": task, "batches": batches, "precision": precision, "backbone": DECODER}
         what, name = f"completions 4 × ~{WIDTH}, V 262,144, rank 8, {precision}", "TRL SFTTrainer"
+        bench.row(
+            f"matrix products' share of an update, {what}", "share", ours=product_share(**common),
+            **({"bar_op": ">=", "bar_value": 0.25} if precision == "bf16" else {}),
+        )  # fmt: skip
         if not train_step.peers()[name]:
             bench.row(f"update, {what}", "CPU-s", peer_name=name, reason=train_step.NO_TRL)
             continue
