@@ -32,7 +32,7 @@ from benchmarks._harness import Benchmark, cpu_clock, in_child, measure_groups, 
 from benchmarks._sized import Updates, random_llama
 from flatshift.finetune.compute.memory import measure_peaks, process_bytes
 from flatshift.finetune.config import Adapter, Mesh, Train
-from flatshift.finetune.parallel.pipeline.pipeline_plan import bubble_fraction
+from flatshift.finetune.parallel.pipeline_plan import bubble_fraction
 from flatshift.finetune.planner.calibration import MemoryOverhead, measure_overhead
 from flatshift.finetune.planner.footprint import predict_footprint
 from flatshift.finetune.planner.sizes import read_sizes

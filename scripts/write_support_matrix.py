@@ -15,7 +15,7 @@ from flatshift.experiments.recipe.rules import CELL_RULES, SPLIT_RULES
 from flatshift.experiments.recipe.rules import RULES as RECIPE_RULES
 from flatshift.finetune.config import Adapter, Mesh, Train
 from flatshift.finetune.parallel.pipeline import bubble_fraction, schedule_descriptions
-from flatshift.finetune.parallel.pipeline.pipeline_plan import virtual_stages
+from flatshift.finetune.parallel.pipeline_plan import virtual_stages
 from flatshift.finetune.planner.rules import RULES, RuleSettings, broken_rule
 from flatshift.finetune.tasks import Chat, Classify, Completion, LanguageModel, MaskedLM, Preference, Regress, Seq2Seq
 from flatshift.regularizers.config import GGPO, SAM, Plain, RegularizerConfig

@@ -34,6 +34,7 @@ from ..compute.memory import slice_columns, slice_rows
 from ..config import WIDTHS, Adapter, Mesh, Train
 from ..figures import format_bytes
 from ..models.families import find_family
+from ..parallel.pipeline_plan import BlockCosts, split_blocks, stages_of, virtual_stages
 from .sizes import BackboneSizes
 
 if TYPE_CHECKING:
@@ -106,8 +107,8 @@ def predict_footprint(
     block, end = max(backbone.blocks) * block_width, max(backbone.ends, default=0) * weight_width
     absent_experts = backbone.expert_elements * (1 - 1 / expert_parallel) * block_width
     unit = int(max(block - absent_experts, end)) // mesh.tp
-    layers = math.ceil(len(backbone.blocks) / mesh.pp)
-    outer = sum(backbone.ends) * weight_width if mesh.pp == 1 else end
+    layers, ends = _fullest_rank(backbone, mesh, train)
+    outer = sum(backbone.ends) * weight_width if mesh.pp == 1 else ends * end
     stage = int(layers * block + outer) // mesh.tp
     gathered = 0
     if shards > 1 and mesh.zero == 3:
@@ -152,6 +153,30 @@ def predict_footprint(
     )
 
 
+def _fullest_rank(backbone: BackboneSizes, mesh: Mesh, train: Train) -> tuple[int, int]:
+    """Return the number of blocks, and of embedding and head, of the pipeline rank with most elements.
+
+    The head of a large vocabulary costs as much time as several blocks, which the last stage then lacks.
+    """
+    if mesh.pp == 1:
+        return len(backbone.blocks), 2
+    virtual = virtual_stages(mesh.schedule, mesh.virtual)
+    count, block, end = mesh.pp * virtual, max(backbone.blocks), max(backbone.ends, default=0)
+    if count > len(backbone.blocks):  # no pipeline, which `mesh` is refused for elsewhere
+        return math.ceil(len(backbone.blocks) / mesh.pp), 1
+    attention = 6.0 * train.max_length * backbone.hidden
+    costs = BlockCosts(
+        blocks=tuple(4.0 * elements + attention for elements in backbone.blocks),
+        last=4.0 * backbone.outputs * backbone.hidden,
+    )
+    runs = split_blocks(costs, count)
+    ranks = []
+    for rank in range(mesh.pp):
+        stages = stages_of(rank, pp=mesh.pp, virtual=virtual, schedule=mesh.schedule)
+        ranks.append((sum(len(runs[stage]) for stage in stages), sum(stage in (0, count - 1) for stage in stages)))
+    return max(ranks, key=lambda held: held[0] * block + held[1] * end)
+
+
 def mask_bytes(layers: int, train: Train) -> int:
     """Return the bytes of the dense masks of one packed row on a CPU: the token-by-token mask, and for each of `layers`
     layers the bias added to its scores (`flatshift.finetune.compute.attention`). With recomputed attention only one
@@ -163,7 +188,7 @@ def mask_bytes(layers: int, train: Train) -> int:
 def _activation_bytes(backbone: BackboneSizes, mesh: Mesh, adapter: Adapter, train: Train) -> float:
     """Return the bytes that the blocks of one rank keep for the backward pass of one sequence."""
     block = _block_bytes(backbone, mesh, adapter, train)
-    layers = math.ceil(len(backbone.blocks) / mesh.pp)
+    layers, _ = _fullest_rank(backbone, mesh, train)
     block_input = WIDTHS[train.precision] / (mesh.tp if mesh.sequence_parallel else 1)
     stored = block_input * layers + block if train.checkpointing == "full" else block * layers
     return stored * train.max_length * backbone.hidden / mesh.cp
@@ -233,7 +258,7 @@ def _cast_bytes(backbone: BackboneSizes, mesh: Mesh, train: Train) -> int:
     if train.precision == "fp32" or train.adapter_precision == "bf16":
         return 0
     attention, other = backbone.trained
-    layers = 1 if train.checkpointing == "full" else math.ceil(len(backbone.blocks) / mesh.pp)
+    layers = 1 if train.checkpointing == "full" else _fullest_rank(backbone, mesh, train)[0]
     return 2 * layers * (other + (attention if train.checkpointing != "selective" else 0))
 
 

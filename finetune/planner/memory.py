@@ -34,7 +34,7 @@ from ..models.anatomy import transformer_blocks
 from ..models.quantize import quantization_scales
 from ..parallel.engine import Engine
 from ..parallel.layout import local_part
-from ..parallel.pipeline.pipeline_plan import bubble_fraction, pieces_per_micro, round_up_pieces, virtual_stages
+from ..parallel.pipeline_plan import bubble_fraction, pieces_per_micro, round_up_pieces, virtual_stages
 from .footprint import mask_bytes, perturbation_bytes, recomputed_bytes, work_bytes
 from .sizes import BackboneSizes
 

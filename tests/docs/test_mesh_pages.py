@@ -18,7 +18,7 @@ import pytest
 
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.finetune.config import Adapter, Mesh, Train
-from flatshift.finetune.parallel.pipeline.pipeline_plan import bubble_fraction, virtual_stages
+from flatshift.finetune.parallel.pipeline_plan import bubble_fraction, virtual_stages
 from flatshift.finetune.planner.footprint import predict_footprint
 from flatshift.finetune.planner.rules import RuleSettings, check_settings
 from flatshift.finetune.planner.sizes import BackboneSizes

@@ -14,7 +14,7 @@ from ...compute.loss import Batch
 from ...config import Mesh
 from ...models.anatomy import NAMES
 from ..mesh import TOKENS, ProcessMesh
-from .pipeline_plan import rank_of
+from ..pipeline_plan import rank_of
 from .stage import StageContext, StageModel, StageModules
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
