@@ -116,6 +116,16 @@ def test_the_estimate_is_what_a_run_counts(precision: str) -> None:
     assert guess.activations == pytest.approx(counted.activations, rel=0.06)
 
 
+def test_a_pipeline_is_planned_by_the_cut_that_it_gets(tmp_path: Path) -> None:
+    sizes = BackboneSizes.read(llama(tmp_path / "wide", 64, 128, 18, 4, 1, 8192), LORA)
+    train = Train(batch_size=4, max_length=128)
+    one, two = (predict_footprint(sizes, mesh=Mesh(pp=pp), adapter=LORA, train=train) for pp in (1, 2))
+    # the head costs as much as 11 of these blocks with their attention, so the first of two stages has 15 of 18
+    block, end = 4 * max(sizes.blocks), 4 * max(sizes.ends)
+    assert (two.weights - end) / block == 15
+    assert two.activations / one.activations == pytest.approx(15 / 18 * 2 / 4, rel=1e-6)
+
+
 def test_each_axis_takes_its_share(large: Path) -> None:
     sizes, train = BackboneSizes.read(large, LORA), Train(batch_size=8, max_length=2048, precision="bf16")
 
