@@ -118,7 +118,7 @@ def test_the_estimate_is_what_a_run_counts(precision: str) -> None:
 
 def test_a_pipeline_is_planned_by_the_cut_that_it_gets(tmp_path: Path) -> None:
     sizes = BackboneSizes.read(llama(tmp_path / "wide", 64, 128, 18, 4, 1, 8192), LORA)
-    train = Train(batch_size=4, max_length=128)
+    train = Train(batch_size=4, max_length=128, precision="fp32")
     one, two = (predict_footprint(sizes, mesh=Mesh(pp=pp), adapter=LORA, train=train) for pp in (1, 2))
     # the head costs as much as 11 of these blocks with their attention, so the first of two stages has 15 of 18
     block, end = 4 * max(sizes.blocks), 4 * max(sizes.ends)
