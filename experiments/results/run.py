@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import re
@@ -420,8 +421,6 @@ def find_runs(paths: Sequence[Path]) -> list[RunResults]:
 
 
 def _nearest_hint(path: Path) -> str:
-    import difflib
-
     path = path.absolute()
     for parent in list(path.parents)[:3]:
         if is_run(parent):

@@ -26,6 +26,7 @@ from flatshift.finetune.digests import verify_sealed
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.metrics import METRICS, find_metric, loss_form
 from flatshift.finetune.run_directory import TRACE
+from flatshift.finetune.train.trace.files import ABOUT, align_to_plan, read_trace, stability_threshold
 
 STEP = "step"
 """Axis of a trace: finished optimizer steps."""
@@ -161,8 +162,6 @@ def read_sweep(folder: Path) -> SweepData | None:
     cells/<hash>/result.json and trace.jsonl. Axes are the keys of `grid` in sweep.json or, without it, every dotted
     column that is not `<split>.<metric>` (`train.steps` is an axis, `train.loss` is not).
     """
-    from flatshift.finetune.train.trace.files import stability_threshold
-
     if not (folder / "cells.parquet").is_file() and not (folder / "cells").is_dir():
         return None
     plan = read_plan(folder / "sweep.json")
@@ -495,8 +494,6 @@ def _read_individually(
     folders: Sequence[Path], records: pa.Table, positions: dict[str, int], known: set[int]
 ) -> list[dict[str, Any]]:
     """Return rows of the traces in `folders`; of two lines for a step the later one counts."""
-    from flatshift.finetune.train.trace.files import align_to_plan, read_trace
-
     traces = {folder: read_trace(folder) for folder in folders}
     known = {*known, *(int(line[STEP]) for lines in traces.values() for line in lines if STEP in line)}
     rows = []
@@ -513,8 +510,6 @@ def _read_individually(
 
 
 def _planned_steps(folder: Path) -> list[int] | None:
-    from flatshift.finetune.train.trace.files import ABOUT
-
     try:
         steps = json.loads((folder / ABOUT).read_text(encoding="utf-8"))["steps"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

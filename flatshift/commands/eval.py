@@ -17,6 +17,7 @@ from flatshift.experiments.recipe.auto import find_mesh_overrides, mesh_flags
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.launch import job, spawn
 from flatshift.finetune.redaction import join_command
+from flatshift.regularizers.config import Sharpness
 
 
 @dataclass(frozen=True)
@@ -260,8 +261,6 @@ def _settings_with_prefix(flags: Flags, prefix: str) -> dict[str, Any]:
 
 
 def _run_sharpness(flags: Flags, overrides: list[Any]) -> int:
-    from flatshift.regularizers.config import Sharpness
-
     options = _settings_with_prefix(flags, "sharpness_")
     names = {field.name for field in dataclasses.fields(Sharpness)} & options.keys()
     settings = Sharpness(**{name: options.pop(name) for name in names})
