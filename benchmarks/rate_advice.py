@@ -296,7 +296,7 @@ def unstable(bench: Benchmark, known: Mapping[str, Mapping[str, float]]) -> None
         rate.append(point["optimizer.lr"])
         over.append(rate[-1] / known[f"training bump: gsm8k, rank {point['adapter.rank']}"]["threshold"])
         last = trace[-1].get("train.loss")
-        worse.append(cell["result"]["diverged"] or last is None or last > trace[0]["train.loss"])
+        worse.append(cell["result"]["status"] == "diverged" or last is None or last > trace[0]["train.loss"])
     above, bad = np.array(over) > 1, np.array(worse)
     for title, some in (("above", above), ("below", ~above)):
         what = f"plain runs of the training bump {title} the threshold that end above their first loss"

@@ -22,7 +22,7 @@ from flatshift.experiments.recipe import Resolved, recipe_key
 from flatshift.experiments.recipe.auto import resolve_auto
 from flatshift.experiments.recipe.rules import CELL_RULES, check_rules
 from flatshift.experiments.recipe.schema import TRAINING_ROWS, Recipe
-from flatshift.experiments.results.cells import RESULT, Status, flatshift_version, result_files, source_digest
+from flatshift.experiments.results.cells import RESULT, Status, flatshift_version, source_digest
 from flatshift.experiments.run.console import Console
 from flatshift.finetune import assets
 from flatshift.finetune.data.files import describe_files
@@ -231,9 +231,3 @@ def finish_cell(directory: Path, cell: Cell, result: CellResult) -> None:
     records = [path for pattern in ("*.json*", "*.yaml") for path in directory.glob(pattern) if path.name != RESULT]
     records = [path for path in records if path.is_file() and not path.name.startswith(".")]
     write_sealed(directory / RESULT, document, siblings=records)
-
-
-def drop_result(directory: Path) -> None:
-    """Delete the result of a cell, wherever it is kept, before the cell runs again."""
-    for path in result_files(directory):
-        path.unlink(missing_ok=True)

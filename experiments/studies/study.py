@@ -150,7 +150,7 @@ def run_study_cells(
 
 class CellBatches:
     """Cells of one study, run batch by batch in `jobs` processes of one thread each (1: in this one). run: how a cell
-    is run. on_cell: called with the file of each result that was written."""
+    is run."""
 
     def __init__(
         self,
@@ -160,10 +160,9 @@ class CellBatches:
         console: Console,
         label: str,
         run: RunCell = run_logged,
-        on_cell: Callable[[Path], None] = lambda path: None,
     ) -> None:
         self.out, self.jobs, self.console, self.label = out, jobs, console, label
-        self._run, self._on_cell = run, on_cell
+        self._run = run
         self._tried: set[str] = set()
 
     def result(self, cell: Cell) -> dict[str, Any]:
@@ -194,7 +193,6 @@ class CellBatches:
             label=f"{self.label}, {title}",
             rerun={cell.key for cell in todo},
             run=self._run,
-            on_result=self._on_cell,
         )
 
     def _read(self, cell: Cell) -> dict[str, Any] | None:

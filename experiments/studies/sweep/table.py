@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatshift.experiments.results.cells import CELLS, CURVES, POINTS, read_result, unreached_status
+from flatshift.experiments.results.cells import CELLS, CURVES, POINTS, read_result, result_metrics, unreached_status
 from flatshift.experiments.studies.cell import Cell
 from flatshift.finetune.atomic import atomic_file
 from flatshift.finetune.train.trace.files import align_to_plan, read_trace, recorded_steps
@@ -89,13 +89,7 @@ def _measured_metrics(result: Mapping[str, Any], trace: Sequence[Row]) -> Row:
     best = result.get("best_step")
     lines = trace[-1:] if best is None else [line for line in trace if line["step"] == best]
     row = {key: value for key, value in lines[-1].items() if key not in _PROGRESS} if lines else {}
-    for split, metrics in result["metrics"].items():
-        values = {name: metric["value"] for name, metric in metrics.items()}
-        row |= {f"{split}.{name}": None if value is None else float(value) for name, value in values.items()}
-        if "accuracy" in metrics and metrics["accuracy"]["value"] is not None:
-            row[f"{split}.error"] = 1.0 - float(metrics["accuracy"]["value"])
-            row[f"{split}.error.items"] = metrics["accuracy"].get("n")
-    return row
+    return row | result_metrics(result)
 
 
 class ColumnTable:
