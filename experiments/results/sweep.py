@@ -157,7 +157,7 @@ def read_sweep(folder: Path) -> SweepData | None:
         return None
     plan = read_plan(folder / "sweep.json")
     searched, epsilon = _read_bisection(folder / "emc.json")
-    planned = _count_planned_cells(plan)
+    planned: int | None = plan.get("cells")
     files = tuple(n for n in ("cells.parquet", "curves.parquet", "points.csv") if (folder / n).is_file())
     cells, curves = (
         read_parquet(folder / name, fix=AGAIN) if name in files else None
@@ -342,18 +342,6 @@ def _valid_epsilon(record: Mapping[str, Any]) -> float | None:
     """Return the mean train error up to which a bisection counts rows as fitted."""
     epsilon = record.get("epsilon")
     return float(epsilon) if isinstance(epsilon, int | float) and 0 < epsilon < 1 else None
-
-
-def _count_planned_cells(plan: dict[str, Any]) -> int | None:
-    """Return the number of cells in the plan, if it can be derived."""
-    if isinstance(plan.get("cells"), int):
-        return int(plan["cells"])
-    grid, seeds = plan.get("grid"), plan.get("seeds")
-    if not isinstance(grid, dict) or not isinstance(seeds, int) or plan.get("design", "grid") not in ("grid", "paired"):
-        return None
-    lengths = [len(values) for values in grid.values()]
-    points = math.prod(lengths) if plan.get("design", "grid") == "grid" else max(lengths, default=0)
-    return points * seeds or None
 
 
 def filter_planned_rows(rows: Iterable[dict[str, Any]], plan: dict[str, Any]) -> list[dict[str, Any]]:

@@ -300,9 +300,9 @@ def sweep(folder: Path, *, seeds: int = 3, limits: tuple[int, ...] = (), seed: i
     grid = {"adapter.rank": ["1", "2", "4", "8", "16", "32", "64"]} | (
         {"data.train.limit": [str(x) for x in limits]} if limits else {}
     )
-    (folder / "sweep.json").write_text(
-        json.dumps({"format": 2, "recipe": "double-descent", "grid": grid, "seeds": seeds})
-    )
+    cells = math.prod(map(len, grid.values())) * seeds
+    plan = {"format": 2, "recipe": "double-descent", "grid": grid, "seeds": seeds, "cells": cells}
+    (folder / "sweep.json").write_text(json.dumps(plan))
 
 
 def laboratory(
@@ -366,6 +366,7 @@ def laboratory(
         pq.write_table(pa.table({k: [row.get(k) for row in rows] for k in names}), folder / file)
     grid = {"adapter.rank": [*map(str, ranks)], "optimizer.lr": [*map(str, rates)], "regularizer.kind": [*kinds]}
     plan = {"format": 2, "recipe": "noisy", "grid": grid, "design": "grid", "seeds": seeds, "flatshift": "0.3.0"}
+    plan["cells"] = len(ranks) * len(rates) * len(kinds) * seeds
     (folder / "sweep.json").write_text(json.dumps(plan))
 
 
