@@ -30,13 +30,13 @@ import numpy as np
 
 from benchmarks._harness import RESULTS, ROOT, Benchmark, cpu_clock, limit_threads
 from benchmarks._study_results import add, read_xz, write_rows
+from benchmarks._warmup_arms import Arm, run_warmup_study
 from benchmarks.first_study import Trials, rows, tune
 from flatshift.cli import run
 from flatshift.experiments.recipe import from_override
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.statistics.intervals import paired_test
-from flatshift.experiments.studies.warmups import Arm, run_warmup_study
 from flatshift.finetune.atomic import write_json
 from flatshift.finetune.seeds import numpy_generator
 

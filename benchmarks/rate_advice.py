@@ -30,13 +30,13 @@ from benchmarks._cell_table import read_cells
 from benchmarks._descent_cells import STUDIES, Study, overrides, table_of
 from benchmarks._harness import RESULTS, Benchmark, limit_threads
 from benchmarks._study_results import read
+from benchmarks._warmup_arms import Arm
 from benchmarks.first_study import TARGETS
 from flatshift.experiments.data.sources import build_preview_loader
 from flatshift.experiments.data.splits import prepare_data
 from flatshift.experiments.recipe import Resolved, from_override, load_recipe
 from flatshift.experiments.studies.compare.comparison_plan import ComparisonPlan
 from flatshift.experiments.studies.compare.tuning import TrialSetting
-from flatshift.experiments.studies.warmups import Arm
 from flatshift.experiments.workflows.build import load_model
 from flatshift.experiments.workflows.run_parts import FINE_TUNE, initial_adapter
 from flatshift.finetune.atomic import write_json

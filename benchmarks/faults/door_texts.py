@@ -340,7 +340,6 @@ FILES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "a sweep's record": ({"s/sweep.json": f'"{EVIL}'}, ("sweep", "classify", "--grid", "adapter.rank=1", "--out", "s")),
     "an evaluation's record": ({"s/eval.json": json.dumps({EVIL: {EVIL: EVIL}})}, ("report", "s")),
     "a manifest": ({"s/manifest.json": json.dumps([EVIL]), "s/eval.json": "{}"}, ("report", "s")),
-    "a study's record": ({"s/study.json": json.dumps({"cells": [{EVIL: EVIL}]})}, ("report", "s")),
 }
 """Files of a stranger's, and commands that read them."""
 
