@@ -39,11 +39,11 @@ def pack(cells: Path, table: Path) -> None:
     """Add the finished cells in the directory `cells` to `table`, without their seals, which speak of files."""
     before = read_cells(table)
     files = {file.parent.name: file for file in cells.glob(f"*/{RESULT}")}
-    found = before | {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items()}
-    for result in found.values():
+    outcome = before | {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items()}
+    for result in outcome.values():
         result.pop("seal", None)
-    if found != before:
-        write_cells(table, found)
+    if outcome != before:
+        write_cells(table, outcome)
 
 
 def once(file: Path, name: str, make: Callable[[], Any], *, again: bool = False) -> Any:

@@ -102,9 +102,9 @@ def _parsers(folder: Path) -> dict[str, Callable[[bytes], None]]:
         path = kept("metrics.jsonl", data)
         with contextlib.suppress(UserError):
             read_metrics(path)
-        found = read_back(path)
-        for stage in found.stages:
-            found.series(stage, "train", "loss")
+        result = read_back(path)
+        for stage in result.stages:
+            result.series(stage, "train", "loss")
 
     def grid(data: bytes) -> None:
         axes = parse_grid(data.decode("utf-8", "replace").split("\n"))
@@ -224,11 +224,11 @@ def _read_ledger(seed: int) -> dict[str, Count]:
     """What earlier calls counted with the same code and seed."""
     counts = {name: Count() for name in NAMES}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        kept = json.loads(LEDGER.read_text(encoding="utf-8"))
+        previous = json.loads(LEDGER.read_text(encoding="utf-8"))
         for name in NAMES:
-            found = kept.get(name, {"code": ""})
-            if found.pop("code") == _code(name, seed):
-                counts[name] = Count(**found)
+            result = previous.get(name, {"code": ""})
+            if result.pop("code") == _code(name, seed):
+                counts[name] = Count(**result)
     return counts
 
 

@@ -90,8 +90,8 @@ class Plan:
 
     def arms_with_budget(self) -> list[str]:
         """Arms that select, those matched to another last."""
-        found = [name for name in self.study.arms if self.study.has_budget(name)]
-        return sorted(found, key=lambda name: self.study.arms[name].source == "matched")
+        results = [name for name in self.study.arms if self.study.has_budget(name)]
+        return sorted(results, key=lambda name: self.study.arms[name].source == "matched")
 
     def warm_arms(self) -> list[str]:
         """Arms that warm up."""
@@ -243,9 +243,9 @@ def _only(whole: Quality, selectors: Sequence[str], targets: Sequence[str]) -> Q
             raise UserError(f"--selectors: {name} follows {arm.like}; name that too")
     if len(arms) < 2:
         raise UserError(f"nothing to compare with {whole.baseline!r}: name another arm with --selectors")
-    kept = {name: whole.targets[name] for name in filter_by_flag("--targets", targets, whole.targets)}
+    previous = {name: whole.targets[name] for name in filter_by_flag("--targets", targets, whole.targets)}
     focus = whole.focus if whole.focus in arms else whole.baseline
-    return dataclasses.replace(whole, arms=arms, targets=kept, focus=focus)
+    return dataclasses.replace(whole, arms=arms, targets=previous, focus=focus)
 
 
 def _one_size(method: Method) -> bool:
