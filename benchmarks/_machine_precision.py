@@ -99,7 +99,7 @@ def precision_rows(bench: Benchmark) -> None:
 def narrow(rows: int, tokens: int) -> dict[str, list[float]]:
     """CPU-seconds of an update over weights kept in bf16 and in float32, both computed in float32; in a child."""
     limit_threads(1)
-    runs = [ready_pass(backbone_of(LLAMA), rows, tokens, "fp32", narrow=previous) for previous in (True, False)]
+    runs = [ready_pass(backbone_of(LLAMA), rows, tokens, "fp32", narrow=flag) for flag in (True, False)]
     for run in runs:
         run()
     ours, peer = interleave(*runs, rounds=ROUNDS)

@@ -103,7 +103,7 @@ def scorer(pairs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"test": json.loads((out / "eval.json").read_text(encoding="utf-8"))["test"]}
 
 
-def judged(subject: str | Path, files: dict[str, Path], seed: int) -> dict[str, Any]:
+def evaluate_subject(subject: str | Path, files: dict[str, Path], seed: int) -> dict[str, Any]:
     """Toxicity of what it writes, and its perplexity of clean text."""
     words = ["--toxicity", WORK / "scorer", "--sample-seed", str(seed), "--json", *SAMPLES]
     written = json.loads(command("eval", subject, "--data", files["prompts"], *words))
@@ -118,9 +118,9 @@ def only(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def arm(name: str, seed: int, files: dict[str, Path]) -> dict[str, Any]:
-    """One cell: chosen, warmed up, judged."""
+    """One cell: chosen, warmed up, evaluated."""
     if name == "none":
-        return judged("flatshift-5m", files, seed)
+        return evaluate_subject("flatshift-5m", files, seed)
     chosen, warm = fresh(WORK / f"{name}-{seed}-chosen"), fresh(WORK / f"{name}-{seed}-warm")
     contrast = ["--negative", files["negative"], "--embedder", "tfidf"] if name == "contrast" else []
     command(
@@ -133,7 +133,10 @@ def arm(name: str, seed: int, files: dict[str, Path]) -> dict[str, Any]:
         "train", "language-model", "--out", warm, "--data.train.files", chosen / "selected.jsonl", *empty, *WARMUP,
         "--train.max-cut", "1", "--train.seed", str(seed),
     )  # fmt: skip
-    return {**judged(warm, files, seed), "comments": sum("comment" in str(row["id"]) for row in picked) / len(picked)}
+    return {
+        **evaluate_subject(warm, files, seed),
+        "comments": sum("comment" in str(row["id"]) for row in picked) / len(picked),
+    }
 
 
 def inputs(data: Path, pairs: Sequence[dict[str, Any]], seed: int) -> dict[str, Path]:

@@ -47,7 +47,7 @@ BACKBONE = "flatshift-5m"
 ROWS = 100
 
 
-def judged(data: str, *words: str) -> dict[str, Any]:
+def evaluate_run(data: str, *words: str) -> dict[str, Any]:
     """What `flatshift eval --json` prints of the shipped backbone on `data`."""
     given = dict(zip(words[::2], words[1::2], strict=True))
     group = given.pop("group_by", None)
@@ -148,26 +148,26 @@ def languages(bench: Benchmark, data: str, folder: Path) -> None:
     """200 documents a language by us, every 35th of these by both tools."""
     rows = [json.loads(line) for line in Path(data).read_text(encoding="utf-8").splitlines()]
     count: Counter[str] = Counter()
-    previous = []
+    documents = []
     for row in rows:
         count[row["lang"]] += 1
         if count[row["lang"]] <= 200:
-            previous.append({"lang": row["lang"], "text": row["text"]})
+            documents.append({"lang": row["lang"], "text": row["text"]})
     many, few = folder / "languages.jsonl", folder / "few.jsonl"
-    for file, some in ((many, previous), (few, previous[::35])):
+    for file, some in ((many, documents), (few, documents[::35])):
         file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in some), encoding="utf-8")
     results: dict[str, Any] = {}
-    ours = cpu_seconds(lambda: results.update(ours=judged(str(many), "group_by", "lang")))
+    ours = cpu_seconds(lambda: results.update(ours=evaluate_run(str(many), "group_by", "lang")))
     precision = results["ours"]["subjects"][0]["precision"]
     bench.row(f"{len(count)} languages of 200 documents, {precision} by itself", "CPU-s", ours=ours, maximum=60.0)
     metrics, whole = [{"metric": "bits_per_byte"}], {"doc_to_text": "", "doc_to_target": "{{text}}"}
     task = local("rolling", str(few), output_type="loglikelihood_rolling", metric_list=metrics, **whole)
-    subset = f"{len(previous[::35])} of these documents"
-    mine = cpu_seconds(lambda: judged(str(few)))
+    subset = f"{len(documents[::35])} of these documents"
+    mine = cpu_seconds(lambda: evaluate_run(str(few)))
     fp32 = cpu_seconds(lambda: results.update(fp32=harness([task], precision="float32", bos=False)))
     peer = {"peer": fp32, "peer_name": "lm-eval"}
     bench.row(f"{subset}, beside lm-eval in its float32", "CPU-s", ours=mine, **peer, maximum=0.5)
-    same = cpu_seconds(lambda: results.update(same=judged(str(few), "train.precision", "fp32")))
+    same = cpu_seconds(lambda: results.update(same=evaluate_run(str(few), "train.precision", "fp32")))
     bench.row(f"{subset}, float32 both", "CPU-s", ours=same, **peer)
     value = results["same"]["figures"][BACKBONE]["data"]["bits_per_byte"]["value"]
     other = results["fp32"]["rolling"]["bits_per_byte,none"]

@@ -57,8 +57,8 @@ def rows(bench: Benchmark, document: dict[str, Any]) -> None:
             continue
         ours, peer = means(document, name, primary["tasks"])
         row = bench.row(what, "accuracy", ours=ours, peer=peer, peer_name=f"{base} LoRA")
-        previous = ("low", "high", "n", "p", "p_holm", "detectable", "bootstrap")
-        row["difference"] = {"mean": primary["value"], "confidence": 0.95, **{key: primary[key] for key in previous}}
+        fields = ("low", "high", "n", "p", "p_holm", "detectable", "bootstrap")
+        row["difference"] = {"mean": primary["value"], "confidence": 0.95, **{key: primary[key] for key in fields}}
         row["tasks"] = primary["tasks"]
     for name, method in document["methods"].items():
         if name != base and method["step_ratio"] is not None:

@@ -76,7 +76,7 @@ def swept(name: str, seed: int, *, seeds: int = SEEDS, grid: tuple[str, ...] | N
     return out
 
 
-def found(name: str, seed: int, **settings: Any) -> dict[str, Any]:
+def find_peak(name: str, seed: int, **settings: Any) -> dict[str, Any]:
     """Verdict and means of one repetition, from `CURVES` or a sweep."""
 
     def judge() -> dict[str, Any]:
@@ -130,9 +130,9 @@ def main() -> None:
     parser.add_argument("--decays", type=int, default=2)
     parser.add_argument("--walk", action="store_true")
     asked = parser.parse_args()
-    plain = [found(f"plain-{n}", 100 * n) for n in range(asked.repetitions)]
+    plain = [find_peak(f"plain-{n}", 100 * n) for n in range(asked.repetitions)]
     decay = tuned() if asked.decays else 0.0
-    decayed = [found(f"decay-{n}", 100 * n, optimizer__weight_decay=decay) for n in range(asked.decays)]
+    decayed = [find_peak(f"decay-{n}", 100 * n, optimizer__weight_decay=decay) for n in range(asked.decays)]
     bench = Benchmark("positive_control", packages=("torch", "transformers", "peft", "numpy"))
     count = len(plain)
     named = sum(one["verdict"] == "double descent" for one in plain)

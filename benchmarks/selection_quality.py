@@ -75,7 +75,7 @@ def main() -> None:
     if options.report is not None:
         write_text(options.report, tables.page(json.loads((folder(name) / DOCUMENT).read_text(encoding="utf-8"))))
         return
-    previous = (
+    notice = (
         f"{PAGE.name} and the committed results stay as they are, until "
         f"`python -m benchmarks.selection_quality --study {name} --data {options.data}` has run every cell"
     )
@@ -84,9 +84,9 @@ def main() -> None:
         with packed(out, folder(name) / CELLS):
             document = study_quality(recipe, out, **part_of(options))
     except Interrupted as error:
-        raise SystemExit(f"the study was stopped: {previous} ({error})") from None
+        raise SystemExit(f"the study was stopped: {notice} ({error})") from None
     if document["missing"]:
-        print(f"this is a part of the study: {previous}; the part's report is {out}/report.html")
+        print(f"this is a part of the study: {notice}; the part's report is {out}/report.html")
         return
     write_json(folder(name) / DOCUMENT, document)
     packages = ("torch", "transformers", "peft", "numpy", "scipy", "scikit-learn")

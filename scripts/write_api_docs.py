@@ -26,9 +26,9 @@ torch; a name is loaded when it is first used.
 def format_signature(name: str, value: Any) -> str:
     """Return `name(argument: type = default, …)`, on several lines if it is long."""
     result = inspect.signature(value)
-    previous = [one for one in result.parameters.values() if one.name not in ("self", "cls")]
-    parts = [format_parameter(one) for one in previous]
-    star = next((i for i, one in enumerate(previous) if one.kind is one.KEYWORD_ONLY), None)
+    listed = [one for one in result.parameters.values() if one.name not in ("self", "cls")]
+    parts = [format_parameter(one) for one in listed]
+    star = next((i for i, one in enumerate(listed) if one.kind is one.KEYWORD_ONLY), None)
     if star is not None:
         parts.insert(star, "*")
     returns = result.return_annotation

@@ -162,13 +162,13 @@ def _patient() -> Iterator[None]:
 def _silence() -> Iterator[None]:
     """Send what forks print on stderr nowhere."""
     sys.stderr.flush()
-    previous, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    descriptor, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 2)
     try:
         yield
     finally:
-        os.dup2(previous, 2)
-        os.close(previous)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
         os.close(nothing)
 
 

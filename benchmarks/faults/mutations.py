@@ -71,35 +71,35 @@ def _parsers(folder: Path) -> dict[str, Callable[[bytes], None]]:
     from flatshift.finetune.run_directory import read_metrics
     from flatshift.selection.features.matrix import load_features
 
-    def kept(name: str, data: bytes) -> Path:
+    def write_case(name: str, data: bytes) -> Path:
         path = folder / name
         path.write_bytes(data)
         return path
 
     def recipe(data: bytes) -> None:
-        resolved = Resolved(build_settings(Recipe, parse_file(kept("r.yaml", data))), "r", {})
+        resolved = Resolved(build_settings(Recipe, parse_file(write_case("r.yaml", data))), "r", {})
         again = build_settings(Recipe, parse(resolved.to_yaml(), "again"))
         assert again == resolved.recipe, "a recipe does not survive its own writing"
 
     def rows(name: str, data: bytes) -> None:
-        for row in read_rows([str(kept(name, data))], columns=Columns(), bad_rows="skip", skipped=[]):
+        for row in read_rows([str(write_case(name, data))], columns=Columns(), bad_rows="skip", skipped=[]):
             json.dumps(row.record, default=str)
 
     def chat(data: bytes) -> None:
-        for row in read_rows([str(kept("c.jsonl", data))], required=("messages",), bad_rows="skip", skipped=[]):
+        for row in read_rows([str(write_case("c.jsonl", data))], required=("messages",), bad_rows="skip", skipped=[]):
             with contextlib.suppress(ValueError):
                 read_conversation(row)
 
     def features(data: bytes) -> None:
-        matrix = load_features(kept("x.npy", data))
+        matrix = load_features(write_case("x.npy", data))
         assert matrix.ndim == 2
 
     def header(data: bytes) -> None:
-        kept(SINGLE, data)
+        write_case(SINGLE, data)
         read_index(folder)
 
     def metrics(data: bytes) -> None:
-        path = kept("metrics.jsonl", data)
+        path = write_case("metrics.jsonl", data)
         with contextlib.suppress(UserError):
             read_metrics(path)
         result = read_back(path)

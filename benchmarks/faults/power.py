@@ -104,10 +104,10 @@ class Disk:
                 yield from self._walk(result, place / name, kind)
             else:
                 assert isinstance(result, _File)
-                previous = result.durable
+                content = result.durable
                 if kind == "zeros":
-                    previous = previous[: len(result.data)].ljust(len(result.data), b"\0")
-                yield str(place / name), previous
+                    content = content[: len(result.data)].ljust(len(result.data), b"\0")
+                yield str(place / name), content
 
 
 def write_disk(files: dict[str, bytes | None], folder: Path) -> None:

@@ -183,8 +183,8 @@ def _table(path: Path) -> str:
     import pyarrow.parquet as pq
 
     table = pq.read_table(path)
-    previous = table.drop_columns([name for name in TIMES if name in table.column_names])
-    rows = sorted(json.dumps(_plain(row), sort_keys=True, default=str) for row in previous.to_pylist())
+    columns = table.drop_columns([name for name in TIMES if name in table.column_names])
+    rows = sorted(json.dumps(_plain(row), sort_keys=True, default=str) for row in columns.to_pylist())
     return digest("\n".join(rows).encode())
 
 

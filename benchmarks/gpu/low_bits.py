@@ -37,13 +37,13 @@ def learnt(
 
     result = objective("completion", rows=rows, length=length, limit=limit)
     results: dict[Any, float] = {}
-    for previous in (None,) if _is_missing() else (kind, None):
+    for quantization in (None,) if _is_missing() else (kind, None):
         losses: list[float] = []
-        model = _adapted(result.backbone, result.task, previous, device, rank=8)
+        model = _adapted(result.backbone, result.task, quantization, device, rank=8)
         with tempfile.TemporaryDirectory() as folder:
             run = _stage(result.task, result.batches, device, steps, Path(folder) / "run", 2e-3, losses)
             Trainer(model, result.tokenizer, run).fit()
-        results[previous] = sum(losses[-tail:]) / tail
+        results[quantization] = sum(losses[-tail:]) / tail
     reason = {"reason": MISSING} if _is_missing() else {}
     return {"loss": {"ours": results.get(kind), "peer": [results[None]], **reason}}
 
@@ -91,15 +91,18 @@ def sized(
         source = Path(folder) / "backbone"
         with quiet_transformers():
             backbone(sizes, device).save_pretrained(source)
-        for previous in (None, kind):
+        for quantization in (None, kind):
             where.clear()
-            model = _adapted(source, LANGUAGE, previous, device, rank=rank)
+            model = _adapted(source, LANGUAGE, quantization, device, rank=rank)
             frozen = {p.data_ptr(): p.nbytes for p in model.parameters() if not p.requires_grad}
             scales = sum(t.nbytes for t in quantization_scales(model).values())
-            results["frozen"][previous] = float(sum(frozen.values()) + scales)
+            results["frozen"][quantization] = float(sum(frozen.values()) + scales)
             result = batches(sizes, rows=rows, sequence=sequence)
-            run = _stage(LANGUAGE, result, device, NEVER, Path(folder) / f"run-{previous}", 1e-4, [])
+            run = _stage(LANGUAGE, result, device, NEVER, Path(folder) / f"run-{quantization}", 1e-4, [])
             took = update_seconds(model, Padder(), run, device, warm=warm, updates=updates, new_peak=True)
-            results["seconds"][previous], results["memory"][previous] = statistics.median(took), where.peak_bytes()
+            results["seconds"][quantization], results["memory"][quantization] = (
+                statistics.median(took),
+                where.peak_bytes(),
+            )
             del model, run
     return {figure: {"ours": values[kind], "peer": [values[None]]} for figure, values in results.items()}

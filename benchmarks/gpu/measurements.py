@@ -99,25 +99,25 @@ class Store:
         self.torn = 0
         for line in self.path.read_bytes().splitlines() if self.path.is_file() else []:
             try:
-                previous = Kept(**json.loads(line))
-                results[previous.name] = previous
+                entry = Kept(**json.loads(line))
+                results[entry.name] = entry
             except (ValueError, TypeError):
                 self.torn += 1
         return results
 
-    def add(self, previous: Kept) -> None:
+    def add(self, entry: Kept) -> None:
         """Put `kept` in, in place of what there is of its name."""
-        self._write({**self.read(), previous.name: previous})
+        self._write({**self.read(), entry.name: entry})
 
     def drop(self, names: Iterable[str]) -> None:
         """Forget the measurements of these names."""
         gone, result = set(names), self.read()
         if gone & result.keys():
-            self._write({name: previous for name, previous in result.items() if name not in gone})
+            self._write({name: entry for name, entry in result.items() if name not in gone})
 
     def _write(self, results: Mapping[str, Kept]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(self.path, "".join(json.dumps(asdict(previous)) + "\n" for previous in results.values()))
+        write_text(self.path, "".join(json.dumps(asdict(entry)) + "\n" for entry in results.values()))
 
 
 def still_holds(measurement: Measurement, previous: Mapping[str, Kept], device: str | None) -> bool:

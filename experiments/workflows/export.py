@@ -329,11 +329,11 @@ def push_to_store(folder: Path, address: str, progress: Callable[[int, int], Non
 
 
 def _check_no_secrets(folder: Path) -> None:
-    """Raise UserError if a record in `folder`, as of earlier versions, holds a password or signature of an address."""
-    if (found := next(find_secrets(folder), None)) is not None:
+    """Raise UserError if a record in `folder` holds a password or signature of an address."""
+    if (secret := next(find_secrets(folder), None)) is not None:
         raise UserError(
-            f"{found[0]}:{found[1]} holds a password or signature of an address, which would be uploaded; withdraw it "
-            f"where it was issued and make the folder again (`flatshift doctor {folder}` lists all)"
+            f"{secret[0]}:{secret[1]} holds a password or signature of an address, which would be uploaded; withdraw "
+            f"it where it was issued and make the folder again (`flatshift doctor {folder}` lists all)"
         )
 
 

@@ -184,11 +184,11 @@ def format_choice(
         if not fields.get("echo"):
             scores = scores[len(prompt.ids) - 1 :]
         logprobs = (_chat_logprobs if chat else _completion_logprobs)(question, scores, bool(fields.get("echo")))
-    said: dict[str, Any] = {"message": {"role": "assistant", "content": question.text}}
+    content: dict[str, Any] = {"message": {"role": "assistant", "content": question.text}}
     if not chat:
         echo = prompt.text or question.tokenizer.decode(prompt.ids) if fields.get("echo") else ""
-        said = {"text": echo + question.text}
-    return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish_reason(question)}
+        content = {"text": echo + question.text}
+    return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason(question)}
 
 
 def _chat_logprobs(question: Question, scores: Sequence[TokenScore], echo: bool) -> dict[str, Any]:

@@ -123,15 +123,15 @@ class Head:
 
     def taken(self, function: Callable[[Tensor], _Any], run: Callable[[], Any]) -> _Any:
         """Return `function` of the last hidden states [B, T, D] while `run` calls the model without logits."""
-        found: list[_Any] = []
+        values: list[_Any] = []
 
         def watch(hidden: Tensor) -> Tensor:
-            found.append(function(hidden))
+            values.append(function(hidden))
             return hidden.new_zeros(1, 1, 1)
 
         with self.computing(watch):
             run()
-        (only,) = found
+        (only,) = values
         return only
 
 

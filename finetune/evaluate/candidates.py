@@ -55,7 +55,7 @@ def tokenize_candidates(tokenizer: Any, texts: Sequence[tuple[str, str, str]], b
     contexts = list(dict.fromkeys(context for context, _, _ in moved))
     sizes = dict(zip(contexts, map(len, tokenizer(contexts, **plain)["input_ids"]), strict=True))
     whole = tokenizer(["".join(parts) for parts in moved], return_offsets_mapping=True, **plain)
-    found = []
+    candidates = []
     for (context, label, after), ids, offsets in zip(moved, whole["input_ids"], whole["offset_mapping"], strict=True):
         size = min(sizes[context], len(ids) - 1)
         if not begin and size == 0:
@@ -64,8 +64,8 @@ def tokenize_candidates(tokenizer: Any, texts: Sequence[tuple[str, str, str]], b
         held = [i for i, (a, b) in enumerate(offsets) if i >= size and a < high and b > low]
         span = (held[0] - size, held[-1] + 1 - size) if held else (0, len(ids) - size)
         scored = len((label + after).encode())
-        found.append(Candidate((*begin, *ids), len(begin) + size, span, scored))
-    return found
+        candidates.append(Candidate((*begin, *ids), len(begin) + size, span, scored))
+    return candidates
 
 
 @torch.no_grad()
@@ -81,7 +81,7 @@ def score_candidates(
         shared = _can_repeat_cache(model, items, inference)
     if not shared:
         return _score_separately(model, items, inference)
-    found: list[list[NDArray[np.float64]]] = [[] for _ in items]
+    scores: list[list[NDArray[np.float64]]] = [[] for _ in items]
     for group in _group_by_prefix(items):
         members = [items[i] for i in group]
         size = min(
@@ -95,10 +95,10 @@ def score_candidates(
                 cache = output_cache(model(input_ids=prefix, use_cache=True, logits_to_keep=1))
         order = sorted(group, key=lambda i: -len(items[i][0].ids))
         for batch in _item_batches(order, items, model, inference):
-            made = _score_after_prefix(model, [items[i] for i in batch], cache, size, inference)
-            for i, scored in zip(batch, made, strict=True):
-                found[i] = scored
-    return found
+            batch_scores = _score_after_prefix(model, [items[i] for i in batch], cache, size, inference)
+            for i, scored in zip(batch, batch_scores, strict=True):
+                scores[i] = scored
+    return scores
 
 
 def _group_by_prefix(items: Sequence[Sequence[Candidate]]) -> list[list[int]]:
@@ -108,10 +108,10 @@ def _group_by_prefix(items: Sequence[Sequence[Candidate]]) -> list[list[int]]:
     for i, item in enumerate(items):
         groups.setdefault((len(item), *item[0].ids[: 2 * _WORTH]), []).append(i)
     alone = [i for group in groups.values() if len(group) == 1 for i in group]
-    found = [group for group in groups.values() if len(group) > 1]
+    partners = [group for group in groups.values() if len(group) > 1]
     for count in sorted({len(items[i]) for i in alone}):
-        found.append([i for i in alone if len(items[i]) == count])
-    return found
+        partners.append([i for i in alone if len(items[i]) == count])
+    return partners
 
 
 def _common_prefix_length(rows: Sequence[Sequence[int]]) -> int:
@@ -131,14 +131,14 @@ def _shared_length(item: Sequence[Candidate]) -> int:
 def _item_batches(
     order: list[int], items: Sequence[Sequence[Candidate]], model: Any, inference: EvalBatching
 ) -> list[list[int]]:
-    vocabulary, found, start = int(model.config.get_text_config().vocab_size), [], 0
+    vocabulary, batches, start = int(model.config.get_text_config().vocab_size), [], 0
     while start < len(order):
         item = items[order[start]]
         longest = max(len(one.ids) for one in item) - _shared_length(item)
         rows = max(1, min(inference.batch_size, _LOGITS // (len(item) * longest * vocabulary)))
-        found.append(order[start : start + rows])
+        batches.append(order[start : start + rows])
         start += rows
-    return found
+    return batches
 
 
 def _score_after_prefix(
@@ -177,28 +177,28 @@ def answer_nats(
     positions = size + (mask.cumsum(-1) - 1).clamp_min(0)
     ids, mask, written, real, positions = (t.to(inference.device) for t in (ids, mask, written, real, positions))
     mask = torch.cat([mask.new_ones(len(prompts), size), mask], dim=1)
-    kept = {}
+    repeated = {}
     if cache is not None:
         cache = copy.deepcopy(cache)  # it is repeated in place, and serves other batches too
         cache.batch_repeat_interleave(len(prompts))
-        kept = cache_argument(cache)
+        repeated = cache_argument(cache)
     with inference.precision():
         asked = model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1, **kept
+            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1, **repeated
         )
         logits = asked.logits.repeat_interleave(each, dim=0)
         if written.shape[1] > 1:
             after = output_cache(asked)
             after.batch_repeat_interleave(each)
             start = (positions[:, -1:] + 1).repeat_interleave(each, dim=0)
-            said = model(
+            continuation = model(
                 input_ids=written[:, :-1],
                 attention_mask=torch.cat([mask.repeat_interleave(each, dim=0), real[:, :-1]], dim=1),
                 position_ids=start + torch.arange(written.shape[1] - 1, device=start.device),
                 use_cache=True,
                 **cache_argument(after),
             )
-            logits = torch.cat([logits, said.logits], dim=1)
+            logits = torch.cat([logits, continuation.logits], dim=1)
     nats = F.cross_entropy(logits.float().flatten(0, 1), written.flatten(), reduction="none").view(written.shape)
     return nats, real
 
@@ -209,7 +209,7 @@ def _score_separately(
     """Score every candidate as a separate sequence, the longest first."""
     flat = [one for item in items for one in item]
     order = sorted(range(len(flat)), key=lambda i: -len(flat[i].ids))
-    found: dict[int, NDArray[np.float64]] = {}
+    scores: dict[int, NDArray[np.float64]] = {}
     vocabulary, start = int(model.config.get_text_config().vocab_size), 0
     while start < len(order):
         rows = max(1, min(inference.batch_size, _LOGITS // (len(flat[order[start]].ids) * vocabulary)))
@@ -221,10 +221,10 @@ def _score_separately(
         nats = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
         each = (-nats.double()).view(len(batch), -1).cpu().numpy()
         for i, row in zip(batch, each, strict=True):
-            found[i] = row[flat[i].start - 1 : len(flat[i].ids) - 1]
+            scores[i] = row[flat[i].start - 1 : len(flat[i].ids) - 1]
         start += rows
     rows_ = iter(range(len(flat)))
-    return [[found[next(rows_)] for _ in item] for item in items]
+    return [[scores[next(rows_)] for _ in item] for item in items]
 
 
 def _can_repeat_cache(model: Any, items: Sequence[Sequence[Candidate]], inference: EvalBatching) -> bool:

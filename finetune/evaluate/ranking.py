@@ -40,9 +40,9 @@ def rank_choices(model: Any, examples: Sequence[Example], inference: EvalBatchin
     order = sorted(range(len(examples)), key=lambda i: -len(examples[i].input_ids))
     for batch in iter_chunks(order, inference.batch_size):
         index, counts = inference.share.mine(batch)
-        found = _rank_with_shared_prompt(model, [examples[i] for i in index], inference)
+        batch_scores = _rank_with_shared_prompt(model, [examples[i] for i in index], inference)
         if counts:
-            scores[index] = found
+            scores[index] = batch_scores
         inference.heartbeat(len(batch))
     return inference.share.add(scores)
 

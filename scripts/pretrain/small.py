@@ -245,14 +245,14 @@ def corrupted_batch(
     read, written = [], []
     for i in chosen:
         window = stream[i * length : (i + 1) * length].astype(np.int64)
-        previous, cut = _random_segments(length - noise, spans, rng), _random_segments(noise, spans, rng)
+        visible, cut = _random_segments(length - noise, spans, rng), _random_segments(noise, spans, rng)
         inputs: list[NDArray] = []
         labels: list[NDArray] = []
         at = 0
         for k in range(spans):
             mark = np.array([sentinel + k])
-            inputs += [window[at : at + previous[k]], mark]
-            at += previous[k]
+            inputs += [window[at : at + visible[k]], mark]
+            at += visible[k]
             labels += [mark, window[at : at + cut[k]]]
             at += cut[k]
         read.append(np.concatenate([*inputs, [EOS]]))

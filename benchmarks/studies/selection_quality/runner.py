@@ -167,14 +167,14 @@ class _Stages:
 
     def _check_pool(self) -> None:
         """Raise UserError for domains that the pool has not, and for budgets above it."""
-        previous, there = self.outcome.pool["kept"], self.outcome.pool["domains"]
+        size, there = self.outcome.pool["kept"], self.outcome.pool["domains"]
         for name, target in self.study.targets.items():
             for domain in set(target.domains) - set(there):
                 near = suggest_nearest(domain, there)
                 raise UserError(f"quality.targets.{name}.domains: the pool has no domain {domain!r}{near}")
-            if (largest := self.study.budgets_of(name)[-1]) > previous and self.study.unit == "passages":
+            if (largest := self.study.budgets_of(name)[-1]) > size and self.study.unit == "passages":
                 raise UserError(
-                    f"quality.budgets: {largest:,} for target {name} is above the {previous:,} passages of the cleaned "
+                    f"quality.budgets: {largest:,} for target {name} is above the {size:,} passages of the cleaned "
                     "pool; lower it"
                 )
 
