@@ -28,8 +28,9 @@ from benchmarks._harness import ROOT, Benchmark
 from benchmarks._study_results import write_between
 from flatshift.experiments.recipe import load_recipe
 from flatshift.experiments.recipe.schema import SweepOptions
-from flatshift.experiments.report import build_report, formats
+from flatshift.experiments.report import formats
 from flatshift.experiments.report.chapters.sweep_verdicts import format_crossing
+from flatshift.experiments.report.page import build_report
 from flatshift.experiments.results.analysis import AnalysedCurve, analyse_curve, compare_settings
 from flatshift.experiments.results.cells import FORMAT, MARKER
 from flatshift.experiments.results.sweep import INTERPOLATION, STEP, SweepData, read_sweep

@@ -66,7 +66,7 @@ def solve(
 
     sample: pool rows that a baseline's pass is timed on at most, in proportion to all of them.
     """
-    from flatshift.selection.transport import sinkhorn_potentials
+    from flatshift.selection.transport.solver import sinkhorn_potentials
 
     where = Device(device)
     x, y = data(n, m, d, device)

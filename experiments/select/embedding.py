@@ -47,17 +47,11 @@ from flatshift.selection.config import (
     required_inputs,
 )
 from flatshift.selection.errors import BadRow, SelectionError
-from flatshift.selection.features import (
-    FeatureCache,
-    IndexedRows,
-    embed_in_shards,
-    load_features,
-    open_directory,
-    read_layout,
-    transformer_folder,
-)
-from flatshift.selection.features.cache import SHARD_ROWS
+from flatshift.selection.features import open_directory
+from flatshift.selection.features.cache import SHARD_ROWS, FeatureCache, embed_in_shards
 from flatshift.selection.features.directory import MANIFEST, FeatureDirectory, read_manifest
+from flatshift.selection.features.matrix import IndexedRows, load_features
+from flatshift.selection.features.pooling import read_layout, transformer_folder
 from flatshift.selection.features.tfidf import load_or_fit
 from flatshift.selection.features.tokens import TokenNgramEmbedder
 from flatshift.selection.validation import check_same_width

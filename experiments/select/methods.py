@@ -26,8 +26,7 @@ from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.selection.config import Domains, LossGap, Method, Perplexity, ranking_method, required_inputs
 from flatshift.selection.errors import TooLittleMemory
-from flatshift.selection.features import FeatureCache
-from flatshift.selection.features.cache import atomic_file
+from flatshift.selection.features.cache import FeatureCache, atomic_file
 from flatshift.selection.methods.base import Selector
 from flatshift.selection.transport.progress import ITERATIONS
 

@@ -26,7 +26,7 @@ from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.seeds import derive_seed
 from flatshift.selection.config import Domains, TextChunks, required_inputs
-from flatshift.selection.features import IndexedRows
+from flatshift.selection.features.matrix import IndexedRows
 
 
 def select_settings(recipe: Recipe) -> Select:

@@ -23,7 +23,8 @@ from flatshift.finetune.errors import UserError
 from flatshift.finetune.seeds import derive_seed, numpy_generator
 from flatshift.finetune.tasks import Task
 from flatshift.selection.config import Static, TfIdf
-from flatshift.selection.features import FeatureCache, StaticEmbedder, TfIdfEmbedder
+from flatshift.selection.features import StaticEmbedder, TfIdfEmbedder
+from flatshift.selection.features.cache import FeatureCache
 from flatshift.selection.features.tfidf import load_or_fit
 
 _PART = 1 << 16

@@ -357,7 +357,8 @@ def _measure_sharpness(
     from flatshift.finetune.compute.numerics import evaluation_mode
     from flatshift.finetune.compute.precision import autocast
     from flatshift.finetune.data.eval_batching import EvalBatching
-    from flatshift.regularizers.sharpness import FullSpace, LossFunction, expected_rise
+    from flatshift.regularizers.sharpness.measures import expected_rise
+    from flatshift.regularizers.sharpness.spaces import FullSpace, LossFunction
 
     rows = [prepared.train[i] for i in range(min(_ROWS, len(prepared.train)))]
     batches = list(EvalBatching.of(tokenizer, batch_size=recipe.eval.batch_size).batches(rows, recipe.task))

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from flatshift.experiments.report import build_report
+from flatshift.experiments.report.page import build_report
 from flatshift.finetune.errors import UserError
 from tests.support import report_runs
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from flatshift.experiments.report import build_report
 from flatshift.experiments.report.chapters.sweep import sweep_finding, sweep_sections
 from flatshift.experiments.report.charts.curve import curve_chart, train_test_series
+from flatshift.experiments.report.page import build_report
 from flatshift.experiments.results.analysis import SweepAnalysis
 from flatshift.experiments.results.run import read_run
 from tests.support import report_runs
