@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
+from flatshift.finetune.atomic import read_json_object
 from flatshift.finetune.digests import verify_sealed
 from flatshift.finetune.errors import UserError
 
@@ -44,16 +44,10 @@ def read_result(directory: Path) -> dict[str, Any] | None:
     Raises UserError if the file is not a result, or if it or a record of the cell was changed.
     """
     path = directory / RESULT
-    fix = "delete the cell's result.json, and the same command runs the cell again"
-    try:
-        result = json.loads(path.read_bytes())
-        if not result.keys() >= {"status", "reason"}:
-            raise ValueError("keys are missing")
-    except FileNotFoundError:
+    if not path.is_file():
         return None
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path}: not a cell's result ({error}); {fix}") from None
-    return verify_sealed(path, result, fix=fix)
+    fix = "delete it, and the same command runs the cell again"
+    return verify_sealed(path, read_json_object(path, "status", "reason", fix=fix), fix=fix)
 
 
 def result_metrics(result: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,14 +64,7 @@ def result_metrics(result: Mapping[str, Any]) -> dict[str, Any]:
 def read_marker(out: Path) -> dict[str, Any]:
     """Return sweep.json unchanged. Raises UserError if it is unreadable or has a format unknown to this code."""
     path = out / MARKER
-    try:
-        marker = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(marker, dict):
-            raise ValueError("not an object")
-    except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"{path}: not valid JSON ({error}); delete it and run the sweep again, which keeps its cells"
-        ) from None
+    marker = read_json_object(path, fix="delete it and run the sweep again, which keeps its cells")
     if (written := marker.get("format")) != FORMAT:
         raise UserError(
             f"{path} has format {written}, and this flatshift ({flatshift_version()}) knows {FORMAT}; continue with "

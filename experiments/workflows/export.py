@@ -15,7 +15,6 @@ folder. Excluded are files that only a resume needs: checkpoints (`state/`), hid
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import shutil
 from collections import Counter
@@ -361,10 +360,9 @@ def require_finished(folder: Path) -> None:
 
 def _is_features(folder: Path) -> bool:
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return "shards" in read_json_object(folder / MANIFEST)
+    except UserError:
         return False
-    return isinstance(manifest, dict) and "shards" in manifest
 
 
 def _files_to_send(folder: Path) -> list[str]:

@@ -48,7 +48,7 @@ def test_a_cell_that_ended_its_workers_is_not_run_for_its_result(tmp_path: Path)
     assert not (tmp_path / "seen-a").exists()
     file = tmp_path / "a" / "result.json"
     file.write_text(file.read_text().replace("worker", "porker"))
-    with pytest.raises(UserError, match=r"a/result\.json is not what was saved .*; delete the cell's result\.json"):
+    with pytest.raises(UserError, match=r"a/result\.json is not what was saved .*; delete it"):
         read_result(tmp_path / "a")
 
 
