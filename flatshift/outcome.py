@@ -135,13 +135,6 @@ def _has_columns(data: Sequence[str], columns: Columns, task: Task) -> bool:
     return bool(rows) and not (isinstance(turns, list) and turns and turns[-1].get("role") in ("user", "system"))
 
 
-def print_next_commands(path: Path) -> None:
-    """Print only the next commands, after a command that already printed its metrics of the run in `path`."""
-    from flatshift.experiments.results.run import read_run
-
-    print_outcome("", commands_after_run(read_run(path)))
-
-
 def print_selection_outcome(path: Path, recipe: str | None, words: Sequence[str]) -> None:
     """Print the first chosen records and the next commands.
 

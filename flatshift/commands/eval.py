@@ -159,13 +159,14 @@ def run(argv: list[str]) -> int:
         return run([*argv, *chosen])
     if spawn.must_spawn_ranks(recipe.mesh):
         return spawn_ranks("eval", argv, recipe, path)
+    from flatshift.experiments.results.run import read_run
     from flatshift.experiments.workflows.evaluate import evaluate_run, format_result
 
     result = evaluate_run(path, data=flags.data, overrides=overrides, quiet=flags.json)
     if job.rank() == 0:
         print(json.dumps(result, indent=2, ensure_ascii=False) if flags.json else format_result(result))
         if not flags.json:
-            outcome.print_next_commands(path)
+            outcome.print_outcome("", outcome.commands_after_run(read_run(path)))
     return 0
 
 
