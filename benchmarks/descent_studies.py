@@ -90,7 +90,7 @@ def read(study: Study, out: Path) -> Found:
 
 
 def rows(bench: Benchmark, result: Found) -> None:
-    """One row a judged curve, one for each beside its base, one for what could not be judged."""
+    """One row a curve with a verdict, one for each beside its base, one for what has no verdict."""
     study = result.study
     for each in result.curves:
         peak, what = each.verdict.peak, f"{study.title}, {formats.setting(each.setting) or 'all'}: {each.verdict.kind}"
