@@ -6,7 +6,7 @@
 Four sweeps: along rank, along training rows and along steps with a fifth of the labels wrong, each without and with
 GGPO; and the training loss along steps for r = alpha over four learning rates, plain beside GGPO and LoRA-MGPO. Sweeps
 lie in .bench/descent_studies; their cells (result and trace) are packed at the end into
-benchmarks/results/descent_studies/STUDY.parquet, from where a later run goes on. One row a judged curve: the p of its
+benchmarks/results/descent_studies/STUDY.parquet, from where a later run goes on. One row a curve: the p of its
 peak test, and the verdict.
 Rows and page are of all studies and made anew from their cells, where both files are given.
 """

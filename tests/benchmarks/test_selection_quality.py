@@ -37,7 +37,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict]:
 
 
 def cells(out: Path, kind: str = "") -> list[dict]:
-    found = [json.loads(file.read_text()) for file in sorted((out / "cells").glob("*.json"))]
+    found = [json.loads(file.read_text()) for file in sorted((out / "cells").glob("*/result.json"))]
     return [cell for cell in found if not kind or cell["kind"] == kind]
 
 
