@@ -1,4 +1,4 @@
-"""Runs a study of selectors: pool, features, selections, trials, final runs. Each cell leaves `cells/<key>/result.json`.
+"""Runs a study of selectors: pool, features, selections, trials, final runs. A cell leaves `cells/<key>/result.json`.
 
 Beside them lie the pool in `pool`, features in `features`, chosen rows in `selections`. Where a finished cell's rows
 are not there (its result was brought from elsewhere) and a run needs them, the cell runs again.
