@@ -58,7 +58,7 @@ class SweepTable:
         self._rows: dict[tuple, np.ndarray] = {}
         known = "status" in table.column_names
         status = np.array(table.column("status").to_pylist() if known else [None] * table.num_rows, dtype=object)
-        self.finished = np.isin(status, (None, "done"))
+        self.finished = np.array([value in (None, "done") for value in status], dtype=bool)
         self._stopped, self._diverged = status == "stopped early", status == "diverged"
 
     def __len__(self) -> int:
