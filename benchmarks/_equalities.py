@@ -199,19 +199,19 @@ def write_backbone(model: str, directory: Path) -> None:
 
 def examples(model: str) -> list[Example]:
     """Arithmetic progressions in a few tokens; for BERT the step is the class, T5 continues what it read."""
-    found = []
+    results = []
     for i in range(SAMPLES):
         length, step = LENGTHS[0] + 5 * i % (LENGTHS[1] - LENGTHS[0]), 1 + i % 3
         first = 3 + 11 * (i % 3) if model.startswith(_ENCODERS) else 3
         ids = [first + (7 * i + step * k) % 11 for k in range(length + 9)]
         read, written = ids[:length], [*ids[length:], 1]
         if model.startswith(_ENCODERS):
-            found.append(Example([2, *read[:-2], 1], i % 3, str(i), str(i)))
+            results.append(Example([2, *read[:-2], 1], i % 3, str(i), str(i)))
         elif model.startswith("t5"):
-            found.append(Example([*read[:-1], 1], written, str(i), str(i), decoder_ids=[0, *written[:-1]]))
+            results.append(Example([*read[:-1], 1], written, str(i), str(i), decoder_ids=[0, *written[:-1]]))
         else:
-            found.append(Example(read, [-100, *read[1:]], str(i), str(i)))
-    return found
+            results.append(Example(read, [-100, *read[1:]], str(i), str(i)))
+    return results
 
 
 def batches(
@@ -351,10 +351,10 @@ def distances(mine: Course, reference: Course) -> dict[str, float]:
     """
     assert len(mine.losses) == len(reference.losses) == STEPS
     assert mine.gradients.keys() == reference.gradients.keys()
-    found = {"loss": max(abs(a - b) for a, b in zip(mine.losses, reference.losses, strict=True)), "gradients": 0.0}
+    results = {"loss": max(abs(a - b) for a, b in zip(mine.losses, reference.losses, strict=True)), "gradients": 0.0}
     for name, wanted in reference.gradients.items():
         size = wanted.double().norm()
         assert size > 0, f"{name} has no gradient"
         far = (mine.gradients[name].double() - wanted.double()).norm() / size
-        found["gradients"] = max(found["gradients"], far.item())
-    return found
+        results["gradients"] = max(results["gradients"], far.item())
+    return results

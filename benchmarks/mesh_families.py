@@ -63,26 +63,28 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         falls = write_references(Path(folder), subjects_of(models), LAYOUTS)
         where = "benchmarks.mesh_families:cells_of"
-        found = on_ranks(where, 2, wall_cap_s=6 * 3600, folder=folder, models=models)[0]
+        result = on_ranks(where, 2, wall_cap_s=6 * 3600, folder=folder, models=models)[0]
     rows = []
     if only is not None:
         rows = json.loads((RESULTS / "mesh_families.json").read_text(encoding="utf-8"))["rows"]
-    write(found, falls, rows)
+    write(result, falls, rows)
 
 
-def write(found: list[dict[str, Any]], falls: dict[str, tuple[float, float]], kept: list[dict[str, Any]]) -> None:
+def write(results: list[dict[str, Any]], falls: dict[str, tuple[float, float]], previous: list[dict[str, Any]]) -> None:
     """Write a row for each axis, with all cells inside: of `found`, and of `kept` where a model is not among them."""
     bench = Benchmark("mesh_families", packages=("torch", "transformers", "peft"))
-    known: dict[str, dict[str, Any]] = {row["axis"]: row["cells"] for row in kept if "axis" in row}
-    for cell in found:
+    known: dict[str, dict[str, Any]] = {row["axis"]: row["cells"] for row in previous if "axis" in row}
+    for cell in results:
         model = cell["subject"].removesuffix("/plain")
         known.setdefault(cell["layout"], {})[model] = cell.get("loss", cell.get("reason"))
     for axis in MESHES:
-        told = [cell for cell in known[axis].values() if isinstance(cell, float)]
-        what = f"{axis}: loss, worst of {len(told)} cells"
-        row = bench.row(what, "nats, largest difference", ours=max(told), maximum=BAR)
+        records = [cell for cell in known[axis].values() if isinstance(cell, float)]
+        what = f"{axis}: loss, worst of {len(records)} cells"
+        row = bench.row(what, "nats, largest difference", ours=max(records), maximum=BAR)
         row |= {"axis": axis, "cells": dict(sorted(known[axis].items()))}
-    worst = max([last / first for first, last in falls.values()] + [row["ours"] for row in kept if "axis" not in row])
+    worst = max(
+        [last / first for first, last in falls.values()] + [row["ours"] for row in previous if "axis" not in row]
+    )
     bench.row("loss of the last update ÷ the first, the largest", "ratio", ours=worst, maximum=1)
     bench.finish()
 

@@ -45,10 +45,10 @@ def field_docs(cls: type) -> dict[str, str]:
         (tree,) = ast.parse(inspect.cleandoc(inspect.getsource(base))).body
         assert isinstance(tree, ast.ClassDef)
         for here, after in zip(tree.body, tree.body[1:], strict=False):
-            said = after.value if isinstance(after, ast.Expr) else None
-            if isinstance(here, ast.AnnAssign) and isinstance(said, ast.Constant):
+            output = after.value if isinstance(after, ast.Expr) else None
+            if isinstance(here, ast.AnnAssign) and isinstance(output, ast.Constant):
                 assert isinstance(here.target, ast.Name)
-                docs[here.target.id] = " ".join(str(said.value).split())
+                docs[here.target.id] = " ".join(str(output.value).split())
     return docs
 
 

@@ -113,12 +113,12 @@ def model_type_table() -> list[str]:
     cells: dict[str, dict[str, float | None]] = {}
     for row in json.loads(CELLS.read_text(encoding="utf-8"))["rows"]:
         for model, cell in row.get("cells", {}).items():
-            found = cells.setdefault(model.partition(",")[0], {})
-            worst = found.get(row["axis"], 0.0)
+            result = cells.setdefault(model.partition(",")[0], {})
+            worst = result.get(row["axis"], 0.0)
             missed = worst is None or not isinstance(cell, float) or cell > row["bar_value"]
-            found[row["axis"]] = None if missed else max(cell, worst)
-    for kind, found in sorted(cells.items()):
-        marks = ("no" if (value := found[axis]) is None else f"{value:.0e}" if value else "0" for axis in axes)
+            result[row["axis"]] = None if missed else max(cell, worst)
+    for kind, result in sorted(cells.items()):
+        marks = ("no" if (value := result[axis]) is None else f"{value:.0e}" if value else "0" for axis in axes)
         table.append(f"| {kind} | {' | '.join(marks)} |")
     return table
 

@@ -58,7 +58,7 @@ def tokenize_candidates(tokenizer: Any, texts: Sequence[tuple[str, str, str]], b
     contexts = list(dict.fromkeys(context for context, _, _ in moved))
     sizes = dict(zip(contexts, map(len, tokenizer(contexts, **plain)["input_ids"]), strict=True))
     whole = tokenizer(["".join(parts) for parts in moved], return_offsets_mapping=True, **plain)
-    found = []
+    candidates = []
     for (context, label, after), ids, offsets in zip(moved, whole["input_ids"], whole["offset_mapping"], strict=True):
         size = min(sizes[context], len(ids) - 1)
         if not begin and size == 0:
@@ -67,8 +67,8 @@ def tokenize_candidates(tokenizer: Any, texts: Sequence[tuple[str, str, str]], b
         held = [i for i, (a, b) in enumerate(offsets) if i >= size and a < high and b > low]
         span = (held[0] - size, held[-1] + 1 - size) if held else (0, len(ids) - size)
         scored = len((label + after).encode())
-        found.append(Candidate((*begin, *ids), len(begin) + size, span, scored))
-    return found
+        candidates.append(Candidate((*begin, *ids), len(begin) + size, span, scored))
+    return candidates
 
 
 @torch.no_grad()
@@ -89,7 +89,7 @@ def score_candidates(
         shared = _can_repeat_cache(model, items, inference, head)
     if not shared:
         return _score_separately(model, items, inference)
-    found: list[list[NDArray[np.float64]]] = [[] for _ in items]
+    scores: list[list[NDArray[np.float64]]] = [[] for _ in items]
     for group in _group_by_prefix(items):
         members = [items[i] for i in group]
         size = min(
@@ -103,10 +103,10 @@ def score_candidates(
                 cache = output_cache(model(input_ids=prefix, use_cache=True, logits_to_keep=1))
         order = sorted(group, key=lambda i: -len(items[i][0].ids))
         for batch in _item_batches(order, items, model, inference, head):
-            scores = _score_after_prefix(model, [items[i] for i in batch], cache, size, inference, head)
-            for i, item_scores in zip(batch, scores, strict=True):
-                found[i] = item_scores
-    return found
+            batch_scores = _score_after_prefix(model, [items[i] for i in batch], cache, size, inference, head)
+            for i, scored in zip(batch, batch_scores, strict=True):
+                scores[i] = scored
+    return scores
 
 
 def _group_by_prefix(items: Sequence[Sequence[Candidate]]) -> list[list[int]]:
@@ -116,10 +116,10 @@ def _group_by_prefix(items: Sequence[Sequence[Candidate]]) -> list[list[int]]:
     for i, item in enumerate(items):
         groups.setdefault((len(item), *item[0].ids[: 2 * _WORTH]), []).append(i)
     alone = [i for group in groups.values() if len(group) == 1 for i in group]
-    found = [group for group in groups.values() if len(group) > 1]
+    partners = [group for group in groups.values() if len(group) > 1]
     for count in sorted({len(items[i]) for i in alone}):
-        found.append([i for i in alone if len(items[i]) == count])
-    return found
+        partners.append([i for i in alone if len(items[i]) == count])
+    return partners
 
 
 def _common_prefix_length(rows: Sequence[Sequence[int]]) -> int:
@@ -141,14 +141,14 @@ def _item_batches(
 ) -> list[list[int]]:
     if head is not None:
         return list(iter_chunks(order, inference.batch_size))
-    vocabulary, found, start = int(model.config.get_text_config().vocab_size), [], 0
+    vocabulary, batches, start = int(model.config.get_text_config().vocab_size), [], 0
     while start < len(order):
         item = items[order[start]]
         longest = max(len(one.ids) for one in item) - _shared_length(item)
         rows = max(1, min(inference.batch_size, _LOGITS // (len(item) * longest * vocabulary)))
-        found.append(order[start : start + rows])
+        batches.append(order[start : start + rows])
         start += rows
-    return found
+    return batches
 
 
 def _score_after_prefix(
@@ -194,14 +194,14 @@ def answer_nats(
     positions = size + (mask.cumsum(-1) - 1).clamp_min(0)
     ids, mask, written, real, positions = (t.to(inference.device) for t in (ids, mask, written, real, positions))
     mask = torch.cat([mask.new_ones(len(prompts), size), mask], dim=1)
-    kept = {}
+    repeated = {}
     if cache is not None:
         cache = copy.deepcopy(cache)  # it is repeated in place, and serves other batches too
         cache.batch_repeat_interleave(len(prompts))
-        kept = cache_argument(cache)
+        repeated = cache_argument(cache)
     with inference.precision():
         asked = model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1, **kept
+            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1, **repeated
         )
         log_probs = F.log_softmax(asked.logits[:, -1].float(), dim=-1)
         nats = log_probs.new_zeros(written.shape)
@@ -238,7 +238,7 @@ def _score_separately(
     """Score every candidate as a separate sequence, the longest first."""
     flat = [one for item in items for one in item]
     order = sorted(range(len(flat)), key=lambda i: -len(flat[i].ids))
-    found: dict[int, NDArray[np.float64]] = {}
+    scores: dict[int, NDArray[np.float64]] = {}
     vocabulary, start = int(model.config.get_text_config().vocab_size), 0
     while start < len(order):
         rows = max(1, min(inference.batch_size, _LOGITS // (len(flat[order[start]].ids) * vocabulary)))
@@ -250,10 +250,10 @@ def _score_separately(
         nats = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
         each = (-nats.double()).view(len(batch), -1).cpu().numpy()
         for i, row in zip(batch, each, strict=True):
-            found[i] = row[flat[i].start - 1 : len(flat[i].ids) - 1]
+            scores[i] = row[flat[i].start - 1 : len(flat[i].ids) - 1]
         start += rows
     rows_ = iter(range(len(flat)))
-    return [[found[next(rows_)] for _ in item] for item in items]
+    return [[scores[next(rows_)] for _ in item] for item in items]
 
 
 def _can_repeat_cache(

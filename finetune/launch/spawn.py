@@ -45,7 +45,6 @@ from .job import (
     rank,
     read_cause,
     require_board,
-    restart_count,
     sign_off,
 )
 
@@ -69,11 +68,6 @@ def is_launched_rank() -> bool:
 def must_spawn_ranks(mesh: Mesh) -> bool:
     """Return True if this process has to start the ranks of `mesh` itself."""
     return mesh.size > 1 and not is_launched_rank()
-
-
-def is_restarted() -> bool:
-    """Return True if torchrun restarted this job after a failure."""
-    return restart_count() > 0
 
 
 def may_restart() -> bool:

@@ -42,6 +42,7 @@ from ..digests import DONE, FILES, adapter_file_digests
 from ..errors import Interrupted
 from ..evaluate.evaluator import evaluate
 from ..evaluate.metrics import find_metric
+from ..evaluate.packing_check import check_packing_isolation
 from ..evaluate.preference import point_metrics, score_answers
 from ..figures import format_throughput
 from ..launch import watchdog
@@ -232,8 +233,6 @@ class Trainer:
 
     def _set_up(self, out_of_memory: OutOfMemoryHandler) -> None:
         """Make optimizer, schedule, checkpointer and meters, and find the head whose loss needs no logits."""
-        from ..evaluate.packing_check import check_packing_isolation
-
         engine, stage, train, batches = self.engine, self.stage, self.train, self.stage.batches
         self.eval_batching = EvalBatching.of(
             self.tokenizer, train, batch_size=stage.evaluate.batch_size, device=engine.device, share=engine.evaluation
