@@ -29,6 +29,7 @@ from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.parallel.build import build_engine
 from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.parallel.mesh import ProcessMesh
+from flatshift.finetune.parallel.mesh_check import check_mesh_equality
 from flatshift.finetune.seeds import derive_seed
 from flatshift.finetune.tasks import LanguageModel, MaskedLM, Task
 
@@ -59,6 +60,15 @@ def load_model(
     if adapter is None and initial is None:
         settings = dataclasses.replace(settings, init="default", init_rows=None, start=None, under=None)
     world = world or ProcessMesh.alone(resolve_device(recipe.train.device))
+    check_mesh_equality(
+        recipe.backbone,
+        task=task,
+        adapter=settings,
+        train=recipe.train,
+        mesh=recipe.mesh,
+        world=world,
+        label_names=label_names,
+    )
     gc.collect()  # an earlier stage's model: hooks put it into reference cycles, and memory may not hold two
     engine = build_engine(
         recipe.backbone,

@@ -1,12 +1,12 @@
-"""Counter-based dropout: the mask is the same on any mesh as in a single process.
+"""Counter-based random draws of a forward pass: dropout and router noise are the same on any mesh as in one process.
 
 Each element is dropped or kept by 16 bits of a hash of (seed, optimizer step, module, call, global row of the step's
 batch, token or head and query, feature or key): SplitMix64 as in `flatshift.regularizers.layers.signs`, one word for
 four neighbours of the last dim. So ranks that share tokens draw the same mask, ranks that split rows, tokens, heads or
 features each draw their part, and a recomputed block draws the same mask again. No generator is used.
 
-Models call dropout in modules, in functions and inside attention, so a `DropoutPass` intercepts these calls in a torch
-function mode; the module in the hash is the innermost one being called.
+Models call dropout in modules, in functions and inside attention, and draw noise for their routers, so a `DropoutPass`
+intercepts these calls in a torch function mode; the module in the hash is the innermost one being called.
 """
 
 from __future__ import annotations
@@ -130,6 +130,17 @@ class DropoutPass(TorchFunctionMode):
 
     def _mask(self, shape: torch.Size, rate: float, device: torch.device) -> tuple[Tensor, float]:
         """Return the kept elements, bool of `shape`, and the factor that scales them."""
+        threshold = round(rate * _STEPS)
+        kept = self._lanes(shape, device) >= threshold - _STEPS // 2
+        return kept, _STEPS / (_STEPS - threshold) if threshold < _STEPS else 0.0
+
+    def _uniform(self, like: Tensor) -> Tensor:
+        """Return draws between 0 and 1, both excluded, of 23 bits each, float32 of the shape of `like`."""
+        high, low = (self._lanes(like.shape, like.device).int() + _STEPS // 2 for _ in range(2))
+        return (high * 2**7 + low // 2**9 + 0.5) / 2**23
+
+    def _lanes(self, shape: torch.Size, device: torch.device) -> Tensor:
+        """Return 16 random bits for each element, int16 of `shape`."""
         name = self._caller()
         call = self._calls.get((name, self._query), 0)
         self._calls[name, self._query] = call + 1
@@ -142,22 +153,21 @@ class DropoutPass(TorchFunctionMode):
             words = mix64((words if isinstance(words, int) else words[..., None]) + counter_values(indices))
         last = counter_values(torch.arange(lowest, highest, device=device))
         lanes = mix64_((words if isinstance(words, int) else words[..., None]) + last).view(torch.int16)
-        threshold, offset = round(rate * _STEPS), start - lowest * LANES
-        kept = (lanes >= threshold - _STEPS // 2)[..., offset : offset + size]
-        return kept.reshape(shape), _STEPS / (_STEPS - threshold) if threshold < _STEPS else 0.0
+        offset = start - lowest * LANES
+        return lanes[..., offset : offset + size].reshape(shape)
 
     def _coordinates(self, name: str, shape: torch.Size, device: torch.device) -> list[Any]:
         """Return the global indices of every dim but the last, and the first index and size of the last.
 
-        A tensor is read as (rows, features), (rows, tokens, features), (rows, heads, queries, keys) or (rows · heads,
-        queries, keys); for an adapter also as (rows · tokens, features). Others are shared by all rows, as DeBERTa's
-        relative positions are, also in its adapters; on a rank with one row the two cannot be distinguished.
+        A tensor is read as (rows, features), (rows · tokens, features), (rows, tokens, features), (rows, heads,
+        queries, keys) or (rows · heads, queries, keys). Others are shared by all rows, as the relative positions of
+        `_SHARED` modules and of DeBERTa's adapters are; the latter cannot be distinguished on a rank with one row.
         """
-        sizes = list(shape)
-        end_to_end = sizes[0] % self._rows == 0 and (len(sizes) > 2 or name.endswith("lora_dropout"))
-        if sizes[0] != self._rows and end_to_end:
+        sizes = list(shape) or [1]
+        shared = name.rpartition(".")[2] in _SHARED
+        if sizes[0] != self._rows and sizes[0] % self._rows == 0 and len(sizes) > 1 and not shared:
             sizes[:1] = [self._rows, sizes[0] // self._rows]
-        first_row = self._first if sizes[0] == self._rows else 0
+        first_row = self._first if sizes[0] == self._rows and not shared else 0
         rows = torch.arange(first_row, first_row + sizes[0], device=device)
         if len(sizes) == 4:
             i = 0 if name in self._keyed.gathered else self._keyed.tensor[0]
@@ -189,10 +199,15 @@ class DropoutPass(TorchFunctionMode):
         return ""
 
 
+_SHARED = ("pos_dropout", "sin_dropout", "cos_dropout")
+"""Dropout modules of DeBERTa's and Funnel's relative positions."""
 _INTERCEPTED: dict[Any, Callable[..., Tensor]] = {
     F.dropout: DropoutPass._dropout,
     torch.dropout: lambda own, input, p, train: own._dropout(input, p, train),
     F.scaled_dot_product_attention: DropoutPass._attention,
+    Tensor.uniform_: lambda own, x, low=0.0, high=1.0: x.copy_(own._uniform(x) * (high - low) + low),
+    Tensor.exponential_: lambda own, x, rate=1.0: x.copy_(-own._uniform(x).log() / rate),
+    torch.rand_like: lambda own, x, **options: torch.empty_like(x, **options).copy_(own._uniform(x)),
 }
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
+import inspect
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -48,6 +51,33 @@ def uses_dropout(model: nn.Module) -> bool:
     layers = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules())
     config = next((m.config for m in model.modules() if hasattr(m, "config")), None)
     return layers or any(rate > 0 for _, _, rate in dropout_rates(config))
+
+
+def draws_random_numbers(model: nn.Module) -> bool:
+    """Return True if a training forward pass draws random numbers: it has dropout, or the source of its classes in
+    transformers has noise for a router."""
+    sources = {type(module).__module__ for module in model.modules()}
+    return uses_dropout(model) or any(map(_source_draws, sources))
+
+
+@functools.cache
+def _source_draws(module: str) -> bool:
+    return module.startswith("transformers.models.") and _has_draw(ast.parse(inspect.getsource(sys.modules[module])))
+
+
+def _has_draw(node: ast.AST) -> bool:
+    if isinstance(node, ast.FunctionDef) and "init" in node.name:
+        return False
+    draws = isinstance(node, ast.Attribute) and node.attr in _DRAWS
+    return draws or any(map(_has_draw, ast.iter_child_nodes(node)))
+
+
+_DRAWS = frozenset(
+    [
+        *("rand", "randn", "rand_like", "randn_like", "randint", "randperm", "uniform_", "normal_", "exponential_"),
+        *("bernoulli", "bernoulli_", "multinomial", "gumbel_softmax"),
+    ]
+)
 
 
 def find_generator_dropout(model: nn.Module) -> tuple[str, nn.Module] | None:

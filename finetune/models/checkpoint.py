@@ -9,6 +9,7 @@ shapes alone.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..compute.capabilities import seeded_rng
 from ..errors import UserError, first_error_line
 
 if TYPE_CHECKING:
@@ -149,6 +151,8 @@ class CheckpointFiles:
     missing: tuple[str, ...]
     mismatched: tuple[str, ...]
     """Model names with another shape in the files."""
+    computed: dict[str, Tensor]
+    """Parameters that files never hold, because the model computes them (Marian's sinusoidal positions)."""
     shapes: dict[str, tuple[int, ...]]
     """Unsharded shape of every parameter and persistent buffer of the model."""
     model_class: type[PreTrainedModel]
@@ -174,8 +178,8 @@ class CheckpointFiles:
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
         mismatched = {name for name, key in keys.items() if entries[key].shape != shapes[name]}
         optional = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
-        missing = [name for name in state if name not in keys and name not in converted]
-        missing = [name for name in missing if not any(pattern.search(name) for pattern in optional)]
+        absent = [name for name in state if name not in keys and name not in converted]
+        missing = [name for name in absent if not any(pattern.search(name) for pattern in optional)]
         return cls(
             directory=directory,
             entries=entries,
@@ -183,11 +187,25 @@ class CheckpointFiles:
             converted=tuple(name for name in state if name in converted),
             missing=tuple(missing),
             mismatched=tuple(sorted(mismatched)),
+            computed=_compute_parameters(model, {*absent} - {*missing}),
             shapes=shapes,
             model_class=type(model),
             config=model.config,
             dtype=model.dtype,
         )
+
+
+@torch.no_grad()
+def _compute_parameters(model: PreTrainedModel, names: set[str]) -> dict[str, Tensor]:
+    """Return the values that transformers gives to parameters without a file, of a model on meta."""
+    values = {}
+    for name in sorted(names & dict(model.named_parameters()).keys()):
+        owner, _, leaf = name.rpartition(".")
+        module = copy.deepcopy(model.get_submodule(owner)).to_empty(device="cpu")
+        with seeded_rng(0, torch.device("cpu")):
+            model._init_weights(module)
+        values[name] = module.get_parameter(leaf).detach()
+    return values
 
 
 def _natural_sort_key(key: str) -> list[tuple[int, int | str]]:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..config import Mesh
 from ..errors import UserError
 
 
@@ -150,7 +151,16 @@ TRIED = frozenset(
         *("qwen3_5_text", "qwen3_moe", "seed_oss", "smollm3", "starcoder2", "vaultgemma"),
     ]
 )
-"""Model types whose plans in transformers gave the losses of one process (`benchmarks/mesh_families.py`)."""
+"""Model types whose plans in transformers gave the losses of one process (`benchmarks/mesh_families.py`). Others are
+compared before the first step (`flatshift.finetune.parallel.mesh_check`)."""
+_TRIED_SHARDED = frozenset({"bert", "gpt2", "llama", "qwen3", "t5"})
+"""Model types of `benchmarks/sharding_equalities.py`, whose rows were divided too."""
+
+
+def is_tried(kind: str, mesh: Mesh) -> bool:
+    """True if benchmarks have compared a model type with one process on all axes of `mesh`."""
+    tried = kind in TRIED or (kind in FAMILIES and kind != "vit")
+    return tried and (mesh.replicate * mesh.dp == 1 or kind in _TRIED_SHARDED)
 
 
 @functools.cache
@@ -158,8 +168,6 @@ def find_family(kind: str) -> Family:
     """Return the family of a model type; without a tensor plan and stacks if nothing is known of it."""
     if kind in FAMILIES:
         return FAMILIES[kind]
-    if kind not in TRIED:
-        return Family(None, refusal="nobody has compared its plan with one process yet")
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
     config: Any = CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else None  # noqa: SIM401 - its `get` loads nothing

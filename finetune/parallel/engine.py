@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ from ..compute.loss import Head, add_reference, batch_loss, find_head, head_prob
 from ..compute.micro_batch import MicroBatch, PreferenceTargets
 from ..data.eval_batching import DataShard
 from ..errors import UserError
-from ..models.anatomy import position_limit
+from ..models.anatomy import position_limit, transformer_blocks
 from ..models.checkpoint import canonical_name
 from ..tasks import Task
 from .layout import Slice, TensorParallelLayout, copy_local_part, gather_full_tensors, local_part
@@ -86,6 +87,7 @@ class Engine:
         self.device, self.is_main = world.device, world.is_main
         self.layout = layout or TensorParallelLayout()
         self.sharding, self.runner, self.tokens = sharding, runner, tokens
+        self.routed = RoutedModules(model) if world.width(*TOKENS) > 1 else None
         self.parameters: dict[str, nn.Parameter] = trainable(model)
         """This rank's trained parameters (or its parts of them) by canonical name."""
         self.loss_scale = 1.0
@@ -268,6 +270,9 @@ class Engine:
     def _reduce_gradients(self) -> None:
         """Sum the gradients that are not summed yet, by one flat collective each: over tp those of factors that are
         whole there, over the data axes those of parameters that FSDP2 does not hold."""
+        if self.routed is not None:
+            for name in self.routed.unused_parameters(self.world):
+                self.parameters[name].grad = None
         self._all_reduce([p for name, p in self.parameters.items() if name in self.layout.partial], "tp")
         reduced = self.sharding.reduced if self.sharding is not None else frozenset()
         self._all_reduce([p for name, p in self.parameters.items() if name not in reduced], *TOKENS)
@@ -387,6 +392,58 @@ class Engine:
     def peft(self) -> Any:
         """A PEFT model with the adapter's configuration (of any stage)."""
         return self.model if self.runner is None else self.runner.parts[0]
+
+
+class RoutedModules:
+    """Experts that are modules, which a forward pass leaves out if they get no token.
+
+    A rank on which one is left out adds 0 times its trained parameters to the block's output: all ranks then have
+    gradients of the same sizes to reduce, whatever their tokens.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Register the hooks; those of FSDP2, which free a block's weights, run after them."""
+        self._parameters: dict[nn.Module, list[str]] = {}
+        self._called: set[nn.Module] = set()
+        """Since `unused_parameters` was called."""
+        self._in_pass: set[nn.Module] = set()
+        names = {module: canonical_name(name) for name, module in model.named_modules()}
+        for block in transformer_blocks(model):
+            members = []
+            for container in block.modules():
+                is_list = isinstance(container, nn.ModuleList | nn.ModuleDict)
+                if is_list and "expert" in names[container].rpartition(".")[2]:
+                    members += [member for member in container.children() if trainable(member)]
+            for member in members:
+                self._parameters[member] = [f"{names[member]}.{name}" for name in trainable(member)]
+                member.register_forward_pre_hook(self._note_call)
+            if members:
+                block.register_forward_pre_hook(lambda *_, own=members: self._in_pass.difference_update(own))
+                block.register_forward_hook(partial(self._add_zero, members), prepend=True)
+
+    def _note_call(self, member: nn.Module, inputs: Any) -> None:
+        if torch.is_grad_enabled():
+            self._called.add(member)
+            self._in_pass.add(member)
+
+    def _add_zero(self, members: list[nn.Module], block: nn.Module, inputs: Any, output: Any) -> Any:
+        left_out = [member for member in members if member not in self._in_pass]
+        if not left_out or not torch.is_grad_enabled():
+            return output
+        zero = sum(parameter.sum() for member in left_out for parameter in trainable(member).values()) * 0.0
+        if isinstance(output, Tensor):
+            return output + zero.to(output.dtype)
+        return (output[0] + zero.to(output[0].dtype), *output[1:])
+
+    def unused_parameters(self, world: ProcessMesh) -> list[str]:
+        """Return the names of trained parameters that no rank has used since the last call, as in one process they
+        have no gradient; collective over the ranks of a stage."""
+        if not self._parameters:
+            return []
+        called = torch.tensor([float(member in self._called) for member in self._parameters], device=world.device)
+        self._called.clear()
+        used = world.sum(called, *TOKENS).tolist()
+        return [name for names, uses in zip(self._parameters.values(), used, strict=True) if not uses for name in names]
 
 
 class MeshPlacement(Placement):

@@ -79,7 +79,9 @@ def load_weights(
     files: dict[Path, list[tuple[str, Tensor]]] = defaultdict(list)
     for name, tensor in targets:
         assert checkpoint.shapes[name] == layout.shape(name, tensor.shape), name
-        if name in checkpoint.keys:
+        if name in checkpoint.computed:
+            copy_local_part(tensor, checkpoint.computed[name], layout.slices.get(name))
+        elif name in checkpoint.keys:
             files[checkpoint.entries[checkpoint.keys[name]].file].append((name, tensor))
     for file, tensors in files.items():
         tensors.sort(key=lambda pair: checkpoint.entries[checkpoint.keys[pair[0]]].offset)
@@ -98,7 +100,7 @@ def _tensors_to_load(model: nn.Module, checkpoint: CheckpointFiles) -> tuple[lis
     unread = []
     for full, parameter in model.named_parameters():
         name = canonical_name(full)
-        if name in checkpoint.keys or name in checkpoint.converted:
+        if name in checkpoint.keys or name in checkpoint.converted or name in checkpoint.computed:
             targets.append((name, parameter))
         else:
             assert name in new or name not in checkpoint.shapes, name

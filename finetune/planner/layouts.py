@@ -22,7 +22,7 @@ from flatshift.regularizers.config import RegularizerConfig
 from ..config import WIDTHS, Adapter, Mesh, Train
 from ..errors import UserError
 from ..figures import format_bytes, format_duration
-from ..models.families import block_stacks, find_family, tensor_plan
+from ..models.families import block_stacks, find_family, is_tried, tensor_plan
 from .devices import Cluster, Devices, detect_devices
 from .footprint import Footprint, predict_footprint, rows_per_piece
 from .rules import RuleSettings, broken_rule, check_settings
@@ -340,6 +340,9 @@ def is_allowed(option: Mesh, requested: Mesh, settings: RuleSettings, sizes: Bac
     if broken_rule(dataclasses.replace(settings, mesh=option)) is not None:
         return False
     family = find_family(sizes.kind)
+    grown = dataclasses.replace(option, replicate=1, dp=1)
+    if (option.tp > requested.tp or option.pp > requested.pp) and not is_tried(sizes.kind, grown):
+        return False
     splits_widths = family.tensor is not None and not (sizes.heads % option.tp or node % option.tp)
     splits_blocks = bool(family.stacks) and option.pp * (option.virtual or 1) <= len(sizes.blocks)
     if (option.tp > requested.tp and not splits_widths) or (option.pp > requested.pp and not splits_blocks):

@@ -31,8 +31,8 @@ from ..compute.micro_batch import MicroBatch, PreferenceTargets
 from ..compute.numerics import (
     cpu_threads,
     deterministic_algorithms,
+    draws_random_numbers,
     evaluation_mode,
-    uses_dropout,
     without_input_casts,
 )
 from ..compute.precision import autocast, infer_precision, tf32_products
@@ -245,8 +245,8 @@ class Trainer:
             if stage.optimizer.kind == "gauss-newton"
             else None
         )
-        self.has_dropout = uses_dropout(engine.model)
-        self.dropout = engine.dropout(derive_seed(stage.seed, "dropout")) if self.has_dropout else None
+        self.draws = not train.compile and draws_random_numbers(engine.model)  # compiled blocks have no dropout
+        self.dropout = engine.dropout(derive_seed(stage.seed, "dropout")) if self.draws else None
         self.loss_scale = LossScale(on=train.precision == "fp16")
         # torch.compile fuses PEFT's forward by itself
         self.layers = CompiledBlocks(engine.model) if train.compile else FusedLayers(engine.model)
@@ -327,7 +327,7 @@ class Trainer:
         self.regularizer.on_micro_batch(micro)
         index, width = self.engine.stream
         random: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self.has_dropout:
+        if self.draws:
             rank = (index,) if width > 1 else ()
             random = seeded_rng(derive_seed(self.stage.seed, "dropout", step, micro, *rank), self.device)
         with random, self.precision():

@@ -23,8 +23,8 @@ from flatshift.finetune.launch import spawn
 from tests.support.patience import HANG_S
 
 
-def flatshift(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run `python -m flatshift` with these words; its ranks are forked too."""
+def flatshift(*words: str, code: int | None = 0) -> subprocess.CompletedProcess[str]:
+    """Run `python -m flatshift` with these words; its ranks are forked too. code: demanded of it; None: any."""
     mp.set_forkserver_preload(["tests.support.rank_imports"])
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment["OMP_NUM_THREADS"] = "1"
@@ -40,7 +40,7 @@ def flatshift(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
             process.kill()
             process.join()
         done = subprocess.CompletedProcess(words, process.exitcode or 0, out.read_text(), errors.read_text())
-    assert done.returncode == code, done.stderr[-3000:]
+    assert code is None or done.returncode == code, done.stderr[-3000:]
     return done
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ...compute.loss import Batch
 from ...config import Mesh
+from ...errors import UserError
 from ...models.anatomy import NAMES
 from ..mesh import TOKENS, ProcessMesh
 from ..pipeline_plan import rank_of
@@ -103,13 +104,16 @@ class StageTransport:
     @torch.no_grad()
     def dtype(self, piece: Batch, context: StageContext) -> torch.dtype:
         """Return the dtype of the hidden states between stages, measured on the first stage: it depends on autocast and
-        the family's norms."""
+        the family's norms. Raises UserError on every rank if they are not (rows, tokens, width)."""
         number = torch.zeros(1, dtype=torch.int64, device=self.world.device)
         stage = self.stages[0]
         if stage.index == 0:
             with context(0, 0):
-                number[0] = _DTYPES.index(stage.run((), piece, lambda part, piece: None)[0].dtype)
-        return _DTYPES[int(self.world.sum(number, "pp"))]
+                states = stage.run((), piece, lambda part, piece: None)[0]
+            number[0] = _DTYPES.index(states.dtype) if states.ndim == 3 else -1
+        if self.world.sum(number, "pp").item() < 0:
+            raise UserError("mesh.pp: more than one hidden state a token passes between these blocks; use mesh.dp")
+        return _DTYPES[int(number)]
 
 
 def _encode_header(tensor: Tensor) -> Tensor:

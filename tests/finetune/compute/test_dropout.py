@@ -119,9 +119,10 @@ def test_rows_laid_end_to_end_draw_like_rows() -> None:
 @pytest.mark.parametrize("shape", [(ROWS * TOKENS, WIDTH), (1, TOKENS, WIDTH)], ids=["table", "row"])
 def test_what_all_rows_share_drops_alike_at_any_row(shape: tuple[int, ...]) -> None:
     layer, table = nn.Dropout(0.4), torch.ones(shape)  # relative positions, as DeBERTa has them
+    owner = nn.ModuleDict({"pos_dropout": layer})
 
     def drawn(first: int, rows: int) -> torch.Tensor:
-        with keyed(layer).forward_pass(0, first_row=first, rows=rows, tokens=TOKENS):
+        with keyed(owner).forward_pass(0, first_row=first, rows=rows, tokens=TOKENS):
             kept: torch.Tensor = layer(table)
         return kept
 
@@ -212,3 +213,44 @@ def test_torchs_function_takes_its_own_names() -> None:
         named = torch.dropout(input=x, p=0.4, train=True)
     with keyed(nn.Identity()).forward_pass(0, first_row=0, rows=ROWS, tokens=TOKENS):
         assert torch.equal(F.dropout(x, 0.4), named)
+
+
+class Router(nn.Module):
+    """Noise as routers draw it: of tokens laid end to end, and of hidden states."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        flat = torch.empty_like(x).flatten(0, 1)
+        return flat.exponential_(), torch.empty_like(x).uniform_(0.5, 1.5), torch.rand_like(flat[:, :1])
+
+
+def test_noise_of_a_router_is_numbered_like_masks() -> None:
+    router, x = Router(), data()
+    wholes = dropped(router, x)  # type: ignore[assignment]
+    for start in (0, ROWS // 2):
+        parts = dropped(router, x[start : start + ROWS // 2], first=start)  # type: ignore[assignment]
+        for whole, part in zip(wholes, parts, strict=True):
+            own = whole.view(ROWS, -1, whole.shape[-1])[start : start + ROWS // 2]
+            assert torch.equal(own, part.view(own.shape))
+    again = dropped(router, x, step=1)
+    assert not any(torch.equal(one, other) for one, other in zip(wholes, again, strict=True))
+    many = dropped(router, torch.empty(64, 128, 50))
+    exponential, uniform, rand = (each.double() for each in many)
+    # 409,600 draws (8,192 of the last): five deviations of a mean are 5 σ / √n
+    assert exponential.min() > 0 and abs(exponential.mean() - 1) < 0.008 and abs(exponential.std() - 1) < 0.016
+    assert 0.5 < uniform.min() < 0.501 and 1.499 < uniform.max() < 1.5 and abs(uniform.mean() - 1) < 0.0023
+    assert rand.min() > 0 and rand.max() < 1 and abs(rand.mean() - 0.5) < 0.016
+    assert many[2].shape == (64 * 128, 1) and many[1].dtype == torch.float32
+
+
+def test_rows_laid_end_to_end_have_masks_of_their_own() -> None:
+    """As OPT drops after its feed-forward."""
+    layer, x = nn.Dropout(0.3), torch.ones(ROWS, TOKENS, WIDTH)
+
+    def mask(rows: int, first: int) -> Tensor:
+        with keyed(layer).forward_pass(0, first_row=first, rows=rows, tokens=TOKENS):
+            kept: Tensor = layer(x[:rows].flatten(0, 1))
+        return kept.view(rows, TOKENS, WIDTH)
+
+    whole = mask(ROWS, 0)
+    assert torch.equal(whole[3:], mask(3, 3)) and torch.equal(whole[-1:], mask(1, ROWS - 1))
+    assert not torch.equal(whole[:3], whole[3:])

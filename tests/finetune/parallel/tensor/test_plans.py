@@ -35,13 +35,13 @@ def test_a_family_without_a_plan() -> None:
     with torch.device("meta"):
         model = OPTForCausalLM(OPTConfig(hidden_size=16, ffn_dim=16, num_hidden_layers=1, num_attention_heads=2))
     said = _refusal(model)
-    assert "'opt' cannot be split: nobody has compared its plan" in said and "mesh.dp" in said
+    assert "'opt' cannot be split: transformers has no plan" in said and "mesh.dp" in said
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("CodeGen", "nobody has compared its plan with one process yet"),
+        ("CodeGen", "transformers has no plan for its blocks"),
         ("GptOss", "transformers has no plan for its blocks"),
         ("GraniteSWA", "splits its self_attn as local_params"),
         ("Mixtral", "splits its mlp.experts.gate_up_proj as packed_colwise"),
