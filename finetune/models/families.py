@@ -36,6 +36,21 @@ class TensorParallelRegion:
 
 
 @dataclass(frozen=True)
+class ExpertRegion:
+    """Stacked experts of a block, each of which is split like a feed-forward; the router is whole on every rank."""
+
+    entry: str
+    parameters: tuple[tuple[str, int, int], ...]
+    """Name of each stacked parameter (E, ., .), the dim that is split, and the equal groups along it that are split
+    separately."""
+
+    @property
+    def block(self) -> str:
+        """Return the module with the experts and their router."""
+        return self.entry.rpartition(".")[0]
+
+
+@dataclass(frozen=True)
 class TensorPlan:
     """Tensor-parallel plan of a family. Names are suffixes of module names in the backbone; `*` is a number."""
 
@@ -43,6 +58,7 @@ class TensorPlan:
     regions: tuple[TensorParallelRegion, ...]
     embeddings: tuple[str, ...] = ()  # embeddings over the vocabulary; a linear output head over it is split as well
     norm: str | None = None  # the norm after the last block; None if the residual stream cannot be split by tokens
+    experts: tuple[ExpertRegion, ...] = ()
 
     @property
     def sequence_parallel(self) -> bool:
@@ -166,11 +182,14 @@ def find_family(kind: str) -> Family:
     stages = getattr(config, "base_model_pp_plan", None)
     llama: Any = CONFIG_MAPPING["llama"]  # whose names others have that have no pipeline plan
     stack = _read_stack(stages or llama.base_model_pp_plan)
-    regions, refusal = _read_regions(getattr(config, "base_model_tp_plan", None) or {}, stack.blocks)
-    if not regions:
-        return Family(None, (stack,) if stages else (), refusal=refusal)
+    styles = getattr(config, "base_model_tp_plan", None) or {}
+    experts = _read_experts(styles, stack.blocks)
+    regions, refusal = _read_regions(styles, stack.blocks, experts)
+    if refusal or not (regions or experts):
+        why = refusal or "transformers has no plan for its blocks"
+        return Family(None, (stack,) if stages else (), refusal=why)
     norm = stack.last[-1] if stages else None
-    plan = TensorPlan(f"{stack.blocks}.*", regions, stack.first[:1], norm)
+    plan = TensorPlan(f"{stack.blocks}.*", regions, stack.first[:1], norm, experts)
     return Family(plan, (stack,), context=config in MODEL_FOR_CAUSAL_LM_MAPPING)
 
 
@@ -181,14 +200,31 @@ def _read_stack(plan: Mapping[str, tuple[list[str], list[str]]]) -> BlockStack:
     return BlockStack(names[at], tuple(names[:at]), tuple(names[at + 1 :]))
 
 
-def _read_regions(plan: Mapping[str, str], blocks: str) -> tuple[tuple[TensorParallelRegion, ...], str]:
-    """Return the regions of a tensor plan of transformers (layer → style), or none and the reason."""
+def _read_experts(plan: Mapping[str, str], blocks: str) -> tuple[ExpertRegion, ...]:
+    """Return the stacked experts of a tensor plan of transformers (layer → style)."""
+    regions = []
+    for name, style in plan.items():
+        stack, _, entry = name.partition(".*.")
+        if style == "moe_tp_experts" and stack == blocks:
+            inner = {key.removeprefix(f"{name}."): own for key, own in plan.items() if key.startswith(f"{name}.")}
+            if inner.keys() == {"gate_up_proj", "down_proj"} and _STACKED.keys() >= set(inner.values()):
+                regions.append(ExpertRegion(entry, tuple((key, *_STACKED[own]) for key, own in inner.items())))
+    return tuple(regions)
+
+
+def _read_regions(
+    plan: Mapping[str, str], blocks: str, experts: tuple[ExpertRegion, ...]
+) -> tuple[tuple[TensorParallelRegion, ...], str]:
+    """Return the regions of linear layers of a tensor plan of transformers (layer → style), or none and the reason."""
     entries: dict[str, dict[str, str]] = {}
+    stacked = {region.entry for region in experts}
     for name, style in plan.items():
         stack, _, layer = name.partition(".*.")
         if style == "replicated_with_grad_allreduce" or not layer:  # norms of a region's entry; the vocabulary
             continue
         entry = layer.rpartition(".")[0]
+        if stack == blocks and stacked & {layer, entry}:
+            continue
         if stack != blocks or not entry or style not in (*_SPLIT, *_GATHERED):
             return (), f"transformers splits its {layer} as {style}"
         entries.setdefault(entry, {})[layer] = style
@@ -201,11 +237,13 @@ def _read_regions(plan: Mapping[str, str], blocks: str) -> tuple[tuple[TensorPar
             return (), f"transformers splits its {entry} as {', '.join(dict.fromkeys(styles.values()))}"
         heads = "att" in entry
         regions.append(TensorParallelRegion(entry, columns, rows[0], heads=heads, gathered=column in _GATHERED))
-    return tuple(regions), "" if regions else "transformers has no plan for its blocks"
+    return tuple(regions), ""
 
 
 _SPLIT = ("colwise", "rowwise")
 _GATHERED = ("colwise_gather_output", "rowwise_split_input")
+_STACKED = {"packed_colwise": (1, 2), "packed_rowwise": (2, 2), "colwise": (1, 1), "rowwise": (2, 1)}
+"""Style of a stacked parameter → the dim that is split, and the groups along it."""
 
 
 def tensor_plan(kind: str) -> TensorPlan:

@@ -93,12 +93,9 @@ def build_engine(
 def check_mesh_support(model: Any) -> None:
     """Raise UserError for a model that no mesh supports.
 
-    These are: an adapter of whole parameters (`flatshift.finetune.adapters.settings`), which no mesh can split;
-    layerdrop in the base model, because each rank would drop other blocks; dropout of hidden states with tokens before
-    rows; and dropout by a generator, because each rank has its own.
+    These are: layerdrop in the base model, because each rank would drop other blocks; dropout of hidden states with
+    tokens before rows; and dropout by a generator, because each rank has its own.
     """
-    from ..adapters.offsets import ADAPTER
-
     config = model.get_base_model().config
     for _, key, rate in dropout_rates(config):
         if "layerdrop" in key and rate > 0:
@@ -116,11 +113,6 @@ def check_mesh_support(model: Any) -> None:
         raise UserError(
             f"mesh: {canonical_name(name)} of this backbone is a {type(module).__name__}, which drops by a generator, "
             "on each rank something else; set train.backbone_dropout: 0, or train in one process"
-        )
-    if parameters := model.peft_config[ADAPTER].target_parameters:
-        raise UserError(
-            f"adapter.targets: on a mesh only linear layers and embeddings are adapted, and {min(parameters)} of this "
-            "mixture of experts is adapted as a whole tensor; set adapter.targets to the attention's layers"
         )
 
 
