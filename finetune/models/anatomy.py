@@ -7,6 +7,7 @@ transformers 5.24 renamed `past_key_values` to `cache`, in the arguments and in 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,16 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
                 yield from outermost(child)
 
     return [attention for block in transformer_blocks(model) for attention in outermost(block)]
+
+
+def stacked_experts(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that hold a block's routed experts in parameters (E, ., .)."""
+    return [
+        module
+        for name, module in model.named_modules()
+        if re.search(r"(^|\.)experts(\.base_layer)*$", name)
+        and any(p is not None and p.ndim == 3 for p in module._parameters.values())
+    ]
 
 
 def vocabulary_size(model: Any) -> int:

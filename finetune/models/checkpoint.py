@@ -240,11 +240,11 @@ def _find_stacked_experts(
         if rule is None or steps not in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
             continue
         projections = [by_pattern[pattern] for pattern in rule.source_patterns]
-        experts = {len(keys) for keys in projections}
-        first = [entries[keys[0]].shape for keys in projections]
-        alike = all(entries[key].shape == own for keys, own in zip(projections, first, strict=True) for key in keys)
-        if alike and len(first[0]) == 2 and len({shape[1] for shape in first}) == 1 and len(experts) == 1:
-            if shapes[name] == (*experts, sum(shape[0] for shape in first), first[0][1]):
+        parts = [{entries[key].shape for key in keys} for keys in projections]
+        counts = {len(keys) for keys in projections}
+        if len(counts) == 1 and all(len(shapes_of) == 1 for shapes_of in parts):
+            matrices = [shape for (shape,) in parts]
+            if shapes[name] == (*counts, sum(shape[0] for shape in matrices), *matrices[0][1:]):
                 stacked[name] = projections
     return stacked
 

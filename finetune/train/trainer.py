@@ -54,6 +54,7 @@ from .callbacks import Callbacks
 from .checkpointer import Checkpointer, TrainingState, batch_index, clone_tensors
 from .deferred_metrics import MetricsBuffer, MetricsRow, read_numbers
 from .divergence import DivergenceGuard, LossScale, RejectionReason, UpdateRejected
+from .expert_load import ExpertLoadMeter
 from .optimizer import AdapterOptimizer, GaussNewton
 from .out_of_memory import OutOfMemoryHandler, oom_context
 from .peak_memory import StepMemoryMeter
@@ -148,6 +149,7 @@ class Trainer:
         while overflowed:  # fp16: the same batch again at a smaller loss scale
             losses: list[torch.Tensor] = []
             engine.loss_scale, overflowed = self.loss_scale.value, False
+            self.expert_load.reset()
             try:
                 with self.regularizer.step(step, loss_scale=self.loss_scale.value) as passes:
                     for _ in passes:
@@ -187,7 +189,7 @@ class Trainer:
         state.tokens += count
         self.guard.step_applied()
         self.loss_scale.step_applied()
-        row.tensors.append(self.regularizer.metric_tensors())
+        row.tensors += [self.regularizer.metric_tensors(), *self.expert_load.metric_tensors()]
         return row
 
     def _after_step(self, row: MetricsRow, rates: MetricTensors) -> None:
@@ -265,6 +267,7 @@ class Trainer:
             engine, head, batches, task=stage.task, train=train, folder=stage.folder, log=self.log_line
         )
         self.throughput = ThroughputMeter(engine, peak_tflops=stage.peak_tflops or train.peak_tflops)
+        self.expert_load = ExpertLoadMeter(engine)
         self.peak_memory = StepMemoryMeter(engine.device) if stage.plan is not None else None
         if train.compile:
             with self.precision():
@@ -295,6 +298,7 @@ class Trainer:
                 "checkpoint"
             ) from error
         finally:
+            self.expert_load.detach()
             self.regularizer.detach()
 
     def _attach_regularizer(self) -> None:
