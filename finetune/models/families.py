@@ -159,11 +159,13 @@ one entry here."""
 
 TRIED = frozenset(
     [
-        *("apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone", "exaone4", "gemma", "gemma2"),
-        *("gemma3_text", "glm", "glm4", "gpt_neox", "gpt_oss", "gptj", "granite", "granite_swa", "helium"),
-        *("hyperclovax", "internlm3", "iquestcoder", "jais2", "llama", "minimax", "ministral", "ministral3", "mistral"),
-        *("mixtral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3"),
-        *("qwen3_5_text", "qwen3_moe", "seed_oss", "smollm3", "starcoder2", "vaultgemma"),
+        *("apertus", "arcee", "cohere", "cohere2", "cwm", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5"),
+        *("ernie4_5_moe", "exaone", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe"),
+        *("gpt_neox", "gpt_oss", "gptj", "granite", "granite_swa", "granitemoe", "helium", "hunyuan_v1_moe"),
+        *("hyperclovax", "internlm3", "iquestcoder", "jais2", "jamba", "llama", "llama4_text", "minimax"),
+        *("ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3"),
+        *("olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next"),
+        *("seed_oss", "smollm3", "starcoder2", "vaultgemma"),
     ]
 )
 """Model types whose plans in transformers gave the losses of one process (`benchmarks/mesh_families.py`)."""
