@@ -192,7 +192,8 @@ def find_family(kind: str) -> Family:
         return Family(None, (stack,) if stages else (), refusal=why)
     norm = stack.last[-1] if stages else None
     plan = TensorPlan(f"{stack.blocks}.*", regions, stack.first[:1], norm, experts)
-    return Family(plan, (stack,), context=config in MODEL_FOR_CAUSAL_LM_MAPPING)
+    attends = any(region.heads for region in regions)
+    return Family(plan, (stack,) if stages or regions else (), attends and config in MODEL_FOR_CAUSAL_LM_MAPPING)
 
 
 def _read_stack(plan: Mapping[str, tuple[list[str], list[str]]]) -> BlockStack:
@@ -254,6 +255,13 @@ def tensor_plan(kind: str) -> TensorPlan:
     if family.tensor is None:
         raise UserError(f"mesh.tp: model type {kind!r} cannot be split: {family.refusal}; leave it at 1, use mesh.dp")
     return family.tensor
+
+
+def has_expert_plan(kind: str) -> bool:
+    """True if transformers has an expert-parallel plan for a model type: its experts take the tokens routed to them."""
+    from transformers import CONFIG_MAPPING
+
+    return kind in CONFIG_MAPPING and bool(getattr(CONFIG_MAPPING[kind], "base_model_ep_plan", None))
 
 
 def block_stacks(kind: str) -> tuple[BlockStack, ...]:

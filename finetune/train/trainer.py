@@ -47,6 +47,7 @@ from ..figures import format_throughput
 from ..launch import watchdog
 from ..models.compiled import CompiledBlocks
 from ..parallel.engine import Engine
+from ..parallel.experts import ExpertLoadMeter
 from ..run_directory import SPIKE, disk_full_interrupts
 from ..seeds import derive_seed
 from ..tasks import Task
@@ -54,7 +55,6 @@ from .callbacks import Callbacks
 from .checkpointer import Checkpointer, TrainingState, batch_index, clone_tensors
 from .deferred_metrics import MetricsBuffer, MetricsRow, read_numbers
 from .divergence import DivergenceGuard, LossScale, RejectionReason, UpdateRejected
-from .expert_load import ExpertLoadMeter
 from .optimizer import AdapterOptimizer, GaussNewton
 from .out_of_memory import OutOfMemoryHandler, oom_context
 from .peak_memory import StepMemoryMeter
@@ -267,7 +267,7 @@ class Trainer:
             engine, head, batches, task=stage.task, train=train, folder=stage.folder, log=self.log_line
         )
         self.throughput = ThroughputMeter(engine, peak_tflops=stage.peak_tflops or train.peak_tflops)
-        self.expert_load = ExpertLoadMeter(engine)
+        self.expert_load = ExpertLoadMeter(engine.model, engine.world, tokens=engine.tokens)
         self.peak_memory = StepMemoryMeter(engine.device) if stage.plan is not None else None
         if train.compile:
             with self.precision():

@@ -220,9 +220,9 @@ def _split_tokens(match: PlanMatch, slicer: ParameterSlicer, group: dist.Process
 class ParameterSlicer:
     """Slices parameters of `model` for the `rank`-th of `width` ranks and records the slices."""
 
-    def __init__(self, model: nn.Module, *, rank: int, width: int, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, *, rank: int, width: int, device: torch.device, axis: str = "tp") -> None:
         """Index the parameters of `model`. device: where it will be, if its parameters are still on meta."""
-        self.rank, self.width, self.device = rank, width, device
+        self.rank, self.width, self.device, self.axis = rank, width, device, axis
         self.layout = TensorParallelLayout()
         self.names = {module: canonical_name(name) for name, module in model.named_modules()}
         self._holders: dict[int, list[tuple[nn.Module, str, str]]] = {}
@@ -237,7 +237,8 @@ class ParameterSlicer:
         """Replace `parameter` by this rank's part along `dim` in all modules that hold it (tied weights stay tied)."""
         if id(parameter) in self._placed:
             return
-        own = Slice.part(dim, parameter.shape[dim], rank=self.rank, width=self.width, fused=fused)
+        size = parameter.shape[dim]
+        own = Slice.part(dim, size, rank=self.rank, width=self.width, fused=fused, axis=self.axis)
         shape = list(parameter.shape)
         shape[dim] = own.local_size
         if parameter.is_meta:

@@ -192,9 +192,10 @@ def test_shared_experts_and_dense_blocks_are_adapted_as_linear_layers(sources, t
     assert not torch.equal(model(input_ids=IDS).logits, model(input_ids=IDS).logits), "dropout draws"
     save_adapter(model, tmp_path / "adapter")
     config = PeftConfig.from_pretrained(tmp_path / "adapter")
-    assert set(config.target_parameters) == {
-        f"{name.removeprefix('base_model.model.')}.weight" for name in mlp
-    } and config.lora_dropout == 0
+    assert (
+        set(config.target_parameters) == {f"{name.removeprefix('base_model.model.')}.weight" for name in mlp}
+        and config.lora_dropout == 0
+    )
     plain = AutoModelForCausalLM.from_pretrained(sources["deepseek"], dtype=torch.float32)
     theirs = PeftModel.from_pretrained(plain, tmp_path / "adapter")
     torch.testing.assert_close(logits(theirs), wanted, rtol=0, atol=5e-6)
