@@ -134,7 +134,7 @@ class ExpertLoadMeter:
             counts = torch.zeros(experts, dtype=torch.int64, device=world.device)
             self._counts.append(counts)
             self._hooks.append(module.register_forward_pre_hook(partial(self._count, counts), with_kwargs=True))
-        self._on = world.any(bool(self._counts))
+        self._on = bool(self._counts) if world.width("pp") == 1 else world.any(bool(self._counts))
         if self._counts:
             stages = [child for name, child in model.named_children() if re.fullmatch(r"part\d+", name)]
             for part in stages or [model]:
