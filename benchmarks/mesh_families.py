@@ -42,7 +42,7 @@ MESHES = {
 }
 LAYOUTS = tuple(Layout(axis, mesh, models=(*FAMILIES, *VARIANTS)) for axis, mesh in MESHES.items())
 EXPERTS = tuple(model for model, family in VARIANTS.items() if family in MIXTURES)
-SHARDED = Layout("dp", Mesh(dp=2), models=EXPERTS)
+DATA = (Layout("dp", Mesh(dp=2), models=EXPERTS), Layout("ep", Mesh(dp=2, ep=2), models=EXPERTS))
 """FSDP2 takes every family; that it does so with experts, each of which has an adapter, is measured too."""
 BAR = 1e-5
 """Largest difference of a loss, in nats."""
@@ -55,7 +55,7 @@ def subjects_of(models: list[str]) -> tuple[Subject, ...]:
 def cells_of(folder: str, models: list[str]) -> list[dict[str, Any]]:
     """All cells of these models, in one of two processes."""
     mixtures = subjects_of([model for model in models if model in EXPERTS])
-    return cells(folder, 2, LAYOUTS, subjects_of(models)) + cells(folder, 2, (SHARDED,), mixtures)
+    return cells(folder, 2, LAYOUTS, subjects_of(models)) + cells(folder, 2, DATA, mixtures)
 
 
 def main() -> None:
@@ -81,7 +81,7 @@ def write(found: list[dict[str, Any]], falls: dict[str, tuple[float, float]], ke
     for cell in found:
         model = cell["subject"].removesuffix("/plain")
         known.setdefault(cell["layout"], {})[model] = cell.get("loss", cell.get("reason"))
-    for axis in (*MESHES, SHARDED.name):
+    for axis in (*MESHES, *(layout.name for layout in DATA)):
         told = [cell for cell in known[axis].values() if isinstance(cell, float)]
         what = f"{axis}: loss, worst of {len(told)} cells"
         row = bench.row(what, "nats, largest difference", ours=max(told), maximum=BAR)

@@ -108,7 +108,7 @@ def setting_table() -> list[str]:
 
 def model_type_table() -> list[str]:
     """Return the table of model type × axis: the largest difference of a loss from one process, over all variants."""
-    axes = ("tp", "sequence_parallel", "pp", "cp")
+    axes = ("tp", "sequence_parallel", "pp", "cp", "ep")
     table = [f"| model type | {' | '.join(f'`mesh.{axis}`' for axis in axes)} |", f"|---|{'---|' * len(axes)}"]
     cells: dict[str, dict[str, float | None]] = {}
     for row in json.loads(CELLS.read_text(encoding="utf-8"))["rows"]:
@@ -118,7 +118,8 @@ def model_type_table() -> list[str]:
             missed = worst is None or not isinstance(cell, float) or cell > row["bar_value"]
             found[row["axis"]] = None if missed else max(cell, worst)
     for kind, found in sorted(cells.items()):
-        marks = ("no" if (value := found[axis]) is None else f"{value:.0e}" if value else "0" for axis in axes)
+        worst = (found.get(axis, -1.0) for axis in axes)
+        marks = ("no" if loss is None else "–" if loss < 0 else f"{loss:.0e}" if loss else "0" for loss in worst)
         table.append(f"| {kind} | {' | '.join(marks)} |")
     return table
 
@@ -153,7 +154,8 @@ def render_page() -> str:
         "transformers has for a model type (`base_model_tp_plan`, `base_model_pp_plan`), or an entry of",
         "`finetune/models/families.py`. These were trained with dropout on two processes and compared with one, some",
         "also with one key-value head and with widths that two does not divide: the largest difference of a loss in 16",
-        "updates, in nats. A model type that is not here is refused.\n",
+        "updates, in nats. A model type that is not here is refused; `mesh.ep` takes all for which transformers has an",
+        "expert-parallel plan.\n",
         *model_type_table(),
         "\nA vocabulary, a feed-forward width and key-value heads of any number are divided. In the cells of mixtures",
         "of experts every expert has an adapter; routers, and attention that has no plan, are whole on every rank of",
