@@ -171,6 +171,10 @@ TRIED = frozenset(
 """Model types whose plans in transformers gave the losses of one process (`benchmarks/mesh_families.py`)."""
 
 
+_ENTANGLED = frozenset({"llama4_text"})
+"""Model types without a pipeline plan whose forward pass reads a weight that other stages do not have."""
+
+
 @functools.cache
 def find_family(kind: str) -> Family:
     """Return the family of a model type; without a tensor plan and stacks if nothing is known of it."""
@@ -193,7 +197,8 @@ def find_family(kind: str) -> Family:
     norm = stack.last[-1] if stages else None
     plan = TensorPlan(f"{stack.blocks}.*", regions, stack.first[:1], norm, experts)
     attends = any(region.heads for region in regions)
-    return Family(plan, (stack,) if stages or regions else (), attends and config in MODEL_FOR_CAUSAL_LM_MAPPING)
+    cut = stages or (regions and kind not in _ENTANGLED)
+    return Family(plan, (stack,) if cut else (), attends and config in MODEL_FOR_CAUSAL_LM_MAPPING)
 
 
 def _read_stack(plan: Mapping[str, tuple[list[str], list[str]]]) -> BlockStack:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...models.anatomy import is_conv1d, unwrap_peft
+from ...models.anatomy import attention_modules, is_conv1d, unwrap_peft
 from ...models.checkpoint import canonical_name
 from ..layout import Slice, TensorParallelLayout
 from ..mesh import ProcessMesh
@@ -64,6 +64,9 @@ def tensor_parallel(model: nn.Module, *, world: ProcessMesh, sequence_parallel: 
             slicer.mark_partial(matched.entry)
             inside = any(matched.entry in island.modules() for island in islands)
             _register_border_hooks(matched, group, sequence_parallel=sequence_parallel and not inside)
+        if match.plan.experts:  # some of their plans leave the attention whole
+            entries = {matched.entry for matched in match.regions}
+            slicer.layout.gathered |= {slicer.names[m] for m in attention_modules(base) if m not in entries}
         for experts in match.experts:
             _split_experts(experts, slicer, group)
         for island in islands:
