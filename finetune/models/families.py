@@ -164,7 +164,7 @@ TRIED = frozenset(
         *("gpt_neox", "gpt_oss", "gptj", "granite", "granite_swa", "granitemoe", "helium", "hunyuan_v1_moe"),
         *("hyperclovax", "internlm3", "iquestcoder", "jais2", "jamba", "llama", "llama4_text", "minimax"),
         *("ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3"),
-        *("olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next"),
+        *("olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_text", "qwen3_moe"),
         *("seed_oss", "smollm3", "starcoder2", "vaultgemma"),
     ]
 )
