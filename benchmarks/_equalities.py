@@ -68,8 +68,20 @@ _ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "roberta": ("RobertaModel", "RobertaConfig", {**_SIZES, **_IDS, **_DRY, "initializer_range": 0.06}),
 }  # fmt: skip
 _ENCODERS = ("bert", "roberta")
-_ROUTED = ("gpt_oss", "minimax", "mixtral", "qwen2_moe", "qwen3_moe")
-"""Mixtures of experts, of which a mesh adapts the attention."""
+_LATENT = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+_GROUPS = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+MIXTURES: dict[str, dict[str, Any]] = {
+    **{kind: {} for kind in ("gpt_oss", "granitemoe", "minimax", "mixtral", "olmoe")},
+    **{kind: {**_GROUPS, **_LATENT, "num_key_value_heads": 8} for kind in ("deepseek_v2", "deepseek_v3")},
+    **{kind: _GROUPS for kind in ("dots1", "glm4_moe")},
+    **{kind: {"mlp_only_layers": [0]} for kind in ("qwen2_moe", "qwen3_moe")},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_interval": 1},
+    "hunyuan_v1_moe": {"moe_topk": 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "llama4_text": {"intermediate_size_mlp": 96, "num_experts_per_tok": 1, "moe_layers": [1, 3]},
+}
+"""Mixtures of experts and what their configurations say besides; every expert has an adapter. They train at a smaller
+scale: rounding grows with every update, and a token that it sends to another expert is a jump of the loss."""
 _FAMILY = {
     **{**_SIZES, **_IDS, **_SPREAD, **_GROUPED, "num_hidden_layers": 4, "vocab_size": VOCABULARY + 1},
     **{"sliding_window": 16, "rotary_dim": 4, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -185,7 +197,7 @@ def write_backbone(model: str, directory: Path) -> None:
     else:
         configure, settings = transformers.CONFIG_MAPPING[kind], _FAMILY
         make = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[configure]
-    config = configure(**settings | _VARIANTS[variant])
+    config = configure(**settings | MIXTURES.get(kind, {}) | _VARIANTS[variant])
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         backbone = make(config)
@@ -247,7 +259,7 @@ def write_start(model: str, backbone: Path, directory: Path) -> None:
 
 def _engine(subject: Subject, layout: Layout, mesh: Mesh, world: ProcessMesh, backbone: Path) -> Engine:
     task, train = subject.task(packed=layout.packed), layout.train()
-    adapter = replace(ADAPTER, targets=("q_proj", "v_proj", "o_proj")) if subject.model.startswith(_ROUTED) else ADAPTER
+    adapter = replace(ADAPTER, experts=2, alpha=16) if subject.model.partition(",")[0] in MIXTURES else ADAPTER
     check_settings(RuleSettings(mesh, train, adapter, task))
     engine = build_engine(
         str(backbone),

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks._equalities import Layout, Subject
+from benchmarks._equalities import MIXTURES, Layout, Subject
 from benchmarks._harness import RESULTS, Benchmark, limit_threads, on_ranks
 from benchmarks.sharding_equalities import cells, write_references
 from flatshift.finetune.config import Mesh
@@ -25,7 +25,7 @@ FAMILIES = (
     *("apertus", "arcee", "bert", "cohere", "cohere2", "cwm", "ernie4_5", "exaone", "exaone4", "gemma", "gemma2"),
     *("gemma3_text", "glm", "glm4", "gpt2", "gpt_neox", "gptj", "granite", "helium", "hyperclovax", "internlm3"),
     *("iquestcoder", "jais2", "llama", "ministral", "ministral3", "mistral", "nanochat", "nemotron", "olmo", "olmo2"),
-    *("gpt_oss", "granite_swa", "minimax", "mixtral", "qwen2_moe", "qwen3_5_text", "qwen3_moe"),
+    *("granite_swa", "qwen3_5_text", *MIXTURES),
     *("olmo3", "phi", "phi3", "qwen2", "qwen3", "roberta", "seed_oss", "smollm3", "starcoder2", "t5", "vaultgemma"),
 )
 VARIANTS = {
@@ -41,6 +41,9 @@ MESHES = {
     "cp": Mesh(cp=2),
 }
 LAYOUTS = tuple(Layout(axis, mesh, models=(*FAMILIES, *VARIANTS)) for axis, mesh in MESHES.items())
+EXPERTS = tuple(model for model, family in VARIANTS.items() if family in MIXTURES)
+DATA = (Layout("dp", Mesh(dp=2), models=EXPERTS), Layout("ep", Mesh(dp=2, ep=2), models=EXPERTS))
+"""FSDP2 takes every family; that it does so with experts, each of which has an adapter, is measured too."""
 BAR = 1e-5
 """Largest difference of a loss, in nats."""
 
@@ -51,7 +54,8 @@ def subjects_of(models: list[str]) -> tuple[Subject, ...]:
 
 def cells_of(folder: str, models: list[str]) -> list[dict[str, Any]]:
     """All cells of these models, in one of two processes."""
-    return cells(folder, 2, LAYOUTS, subjects_of(models))
+    mixtures = subjects_of([model for model in models if model in EXPERTS])
+    return cells(folder, 2, LAYOUTS, subjects_of(models)) + cells(folder, 2, DATA, mixtures)
 
 
 def main() -> None:
@@ -77,7 +81,7 @@ def write(results: list[dict[str, Any]], falls: dict[str, tuple[float, float]], 
     for cell in results:
         model = cell["subject"].removesuffix("/plain")
         known.setdefault(cell["layout"], {})[model] = cell.get("loss", cell.get("reason"))
-    for axis in MESHES:
+    for axis in (*MESHES, *(layout.name for layout in DATA)):
         records = [cell for cell in known[axis].values() if isinstance(cell, float)]
         what = f"{axis}: loss, worst of {len(records)} cells"
         row = bench.row(what, "nats, largest difference", ours=max(records), maximum=BAR)

@@ -147,7 +147,7 @@ _WORLDS: dict[tuple[int, ...], ProcessMesh] = {}
 
 def world_of(mesh: Mesh) -> ProcessMesh:
     """This rank's place; a mesh of the same shape is made only once, for each has its process groups."""
-    shape = (mesh.pp, mesh.replicate, mesh.dp, mesh.cp, mesh.tp)
+    shape = (mesh.pp, mesh.replicate, mesh.dp, mesh.ep, mesh.cp, mesh.tp)
     if shape not in _WORLDS:
         _WORLDS[shape] = ProcessMesh.of(mesh, torch.device("cpu"))
     return _WORLDS[shape]

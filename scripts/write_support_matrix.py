@@ -108,7 +108,7 @@ def setting_table() -> list[str]:
 
 def model_type_table() -> list[str]:
     """Return the table of model type × axis: the largest difference of a loss from one process, over all variants."""
-    axes = ("tp", "sequence_parallel", "pp", "cp")
+    axes = ("tp", "sequence_parallel", "pp", "cp", "ep")
     table = [f"| model type | {' | '.join(f'`mesh.{axis}`' for axis in axes)} |", f"|---|{'---|' * len(axes)}"]
     cells: dict[str, dict[str, float | None]] = {}
     for row in json.loads(CELLS.read_text(encoding="utf-8"))["rows"]:
@@ -118,7 +118,8 @@ def model_type_table() -> list[str]:
             missed = worst is None or not isinstance(cell, float) or cell > row["bar_value"]
             result[row["axis"]] = None if missed else max(cell, worst)
     for kind, result in sorted(cells.items()):
-        marks = ("no" if (value := result[axis]) is None else f"{value:.0e}" if value else "0" for axis in axes)
+        losses = (result.get(axis, -1.0) for axis in axes)
+        marks = ("no" if loss is None else "–" if loss < 0 else f"{loss:.0e}" if loss else "0" for loss in losses)
         table.append(f"| {kind} | {' | '.join(marks)} |")
     return table
 
@@ -155,12 +156,14 @@ def render_page() -> str:
         "`finetune/models/families.py`. These were trained with dropout on two processes and compared with one, some",
         "also with one key-value head and with widths that two does not divide: the largest difference of a loss in 16",
         "updates, in nats. A model type that is not here is compared before its first step, by a small copy",
-        "([which mesh](which-mesh.md#what-limits-an-axis)), and refused with the figures if it differs.\n",
+        "([which mesh](which-mesh.md#what-limits-an-axis)), and refused with the figures if it differs; `mesh.ep` takes",
+        "all for which transformers has an expert-parallel plan.\n",
         *model_type_table(),
-        "\nA vocabulary, a feed-forward width and key-value heads of any number are divided. Mixtures of experts are",
-        "cut by `mesh.pp`, not by `mesh.tp`. Refused on the model's skeleton, before a weight is read: attention heads",
-        "that `mesh.tp` does not divide; adapters on an embedding or head under `mesh.tp`; more stages than blocks; a",
-        "trained matrix that embedding and head share under `mesh.pp`; quantised weight files.",
+        "\nA vocabulary, a feed-forward width and key-value heads of any number are divided. In the cells of mixtures",
+        "of experts every expert has an adapter; routers, and attention that has no plan, are whole on every rank of",
+        "`mesh.tp`. Refused on the model's skeleton, before a weight is read: attention heads that `mesh.tp` does not",
+        "divide; adapters on an embedding or head under `mesh.tp`; more stages than blocks; a trained matrix that",
+        "embedding and head share under `mesh.pp`; experts that `mesh.ep` does not divide; quantised weight files.",
         "\n## Schedules\n",
         *schedule_table(),
         "\n## What else does not go together\n",

@@ -147,7 +147,10 @@ class CheckpointFiles:
     keys: dict[str, str]
     """Model name → name in the files of tensors that can be read as is; every name of tied weights has an entry."""
     converted: tuple[str, ...]
-    """Model names whose tensors transformers builds from several or from parts of one; these need `from_pretrained`."""
+    """Model names whose tensors transformers builds from several or from parts of one."""
+    stacked: dict[str, list[list[str]]]
+    """Those of `converted` that are stacked experts (E, out, in): for each projection in it, top to bottom, the keys of
+    its experts in order. The others need `from_pretrained`."""
     missing: tuple[str, ...]
     mismatched: tuple[str, ...]
     """Model names with another shape in the files."""
@@ -169,7 +172,7 @@ class CheckpointFiles:
         """
         entries = read_index(directory)
         state = model.state_dict()
-        keys, converted = _match_names(model, sorted(entries, key=_natural_sort_key), state)
+        keys, sources = _match_names(model, sorted(entries, key=_natural_sort_key), state)
         _untie_different(model, keys, entries)
         for target, source in model.all_tied_weights_keys.items():
             for name, tied in ((target, source), (source, target)):
@@ -178,13 +181,14 @@ class CheckpointFiles:
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
         mismatched = {name for name, key in keys.items() if entries[key].shape != shapes[name]}
         optional = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
-        absent = [name for name in state if name not in keys and name not in converted]
+        absent = [name for name in state if name not in keys and name not in sources]
         missing = [name for name in absent if not any(pattern.search(name) for pattern in optional)]
         return cls(
             directory=directory,
             entries=entries,
             keys={name: key for name, key in keys.items() if name not in mismatched},
-            converted=tuple(name for name in state if name in converted),
+            converted=tuple(name for name in state if name in sources),
+            stacked=_find_stacked_experts(model, sources, entries, shapes),
             missing=tuple(missing),
             mismatched=tuple(sorted(mismatched)),
             computed=_compute_parameters(model, {*absent} - {*missing}),
@@ -213,25 +217,54 @@ def _natural_sort_key(key: str) -> list[tuple[int, int | str]]:
     return [(0, int(part)) if part.isdigit() else (1, part) for part in key.split(".")]
 
 
-def _match_names(model: PreTrainedModel, names: list[str], state: dict[str, Any]) -> tuple[dict[str, str], set[str]]:
-    """Return model name → file name, and the model names that need a conversion."""
+def _match_names(
+    model: PreTrainedModel, names: list[str], state: dict[str, Any]
+) -> tuple[dict[str, str], dict[str, dict[str, list[str]]]]:
+    """Return model name → file name; and for the model names that need a conversion the file names by the pattern of
+    transformers that they match."""
     from transformers.core_model_loading import rename_source_key
 
     renamings, converters = _conversion_rules(model)
     targets = {pattern: rule.target_patterns for rule in converters for pattern in rule.source_patterns}
     keys: dict[str, str] = {}
-    converted: set[str] = set()
+    sources: dict[str, dict[str, list[str]]] = {}
     for key in names:
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
         if name not in state and key in state:
             name, pattern = rename_source_key(key, [], [], model.base_model_prefix, state)
         if pattern is not None:
             # one source may become several tensors, one name per target pattern
-            built = {name.replace(targets[pattern][0], target) for target in targets[pattern]}
-            converted |= built & state.keys()
+            for built in {name.replace(targets[pattern][0], target) for target in targets[pattern]} & state.keys():
+                sources.setdefault(built, {}).setdefault(pattern, []).append(key)
         elif name in state:
             keys.setdefault(name, key)
-    return {name: key for name, key in keys.items() if name not in converted}, converted
+    return {name: key for name, key in keys.items() if name not in sources}, sources
+
+
+def _find_stacked_experts(
+    model: PreTrainedModel,
+    sources: dict[str, dict[str, list[str]]],
+    entries: dict[str, TensorEntry],
+    shapes: dict[str, tuple[int, ...]],
+) -> dict[str, list[list[str]]]:
+    """Return `CheckpointFiles.stacked`: the tensors that transformers' rules stack, with files of the right shapes."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
+    rules = {frozenset(rule.source_patterns): rule for rule in _conversion_rules(model)[1]}
+    stacked = {}
+    for name, by_pattern in sources.items():
+        rule = rules.get(frozenset(by_pattern))
+        steps = [] if rule is None else [(type(step), getattr(step, "dim", None)) for step in rule.operations]
+        if rule is None or steps not in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
+            continue
+        projections = [by_pattern[pattern] for pattern in rule.source_patterns]
+        parts = [{entries[key].shape for key in keys} for keys in projections]
+        counts = {len(keys) for keys in projections}
+        if len(counts) == 1 and all(len(shapes_of) == 1 for shapes_of in parts):
+            matrices = [shape for (shape,) in parts]
+            if shapes[name] == (*counts, sum(shape[0] for shape in matrices), *matrices[0][1:]):
+                stacked[name] = projections
+    return stacked
 
 
 def _conversion_rules(model: PreTrainedModel) -> tuple[list[Any], list[Any]]:
@@ -242,27 +275,6 @@ def _conversion_rules(model: PreTrainedModel) -> tuple[list[Any], list[Any]]:
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     return renamings, [rule for rule in rules if isinstance(rule, WeightConverter)]
-
-
-def stacked_expert_keys(model: PreTrainedModel, checkpoint: CheckpointFiles, name: str) -> list[list[str]]:
-    """Return the files' keys of the parameter `name` (E, out, in) that transformers stacks: for each projection in it,
-    top to bottom, the keys of its experts in order. Empty if it is built in any other way."""
-    from transformers.core_model_loading import Concatenate, MergeModulelist, rename_source_key
-
-    renamings, converters = _conversion_rules(model)
-    state = model.state_dict()
-    keys: dict[str, list[str]] = {}
-    for key in sorted(checkpoint.entries, key=_natural_sort_key):
-        renamed, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
-        if renamed == name and pattern is not None:
-            keys.setdefault(pattern, []).append(key)
-    for rule in converters:
-        if keys and set(rule.source_patterns) == set(keys):
-            steps = [(type(step), step.dim) for step in rule.operations if hasattr(step, "dim")]
-            is_complete = len(steps) == len(rule.operations)
-            if is_complete and steps in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
-                return [keys[pattern] for pattern in rule.source_patterns]
-    return []
 
 
 def weight_reader(model: PreTrainedModel) -> Callable[[str], Tensor]:
@@ -284,10 +296,9 @@ def weight_reader(model: PreTrainedModel) -> Callable[[str], Tensor]:
     def read(name: str) -> Tensor:
         if name in checkpoint.keys:
             return tensor(checkpoint.keys[name])
-        parts = stacked_expert_keys(model, checkpoint, name)
-        if not parts:
+        if name not in checkpoint.stacked:
             raise UserError(f"{checkpoint.directory}: {name} can only be read with all other weights")
-        return torch.cat([torch.stack([tensor(key) for key in keys]) for keys in parts], dim=1)
+        return torch.cat([torch.stack([tensor(key) for key in keys]) for keys in checkpoint.stacked[name]], dim=1)
 
     return read
 

@@ -1,7 +1,7 @@
 """Construction of an `Engine` from a recipe's parts: the order in which a model is built on a mesh.
 
-    build on meta → PEFT on meta → checks → pipeline stage → tensor parallel → activation checkpointing → FSDP2 →
-    memory for the local shards → slices of the weight files → values of the adapter by name
+    build on meta → PEFT on meta → checks → pipeline stage → tensor and expert parallel → activation checkpointing →
+    FSDP2 → memory for the local shards → slices of the weight files → values of the adapter by name
 
 PEFT comes before every split, so an adapter belongs to its block's unit and `modules_to_save` are split like the rest;
 no weight is read before all checks have passed; no rank ever has more than its own part.
@@ -29,7 +29,7 @@ from ..models.quantize import describe_quantization, unwrap_packed
 from ..tasks import Task
 from .activation_checkpoint import checkpoint_activations
 from .engine import Engine
-from .mesh import ProcessMesh
+from .mesh import SHARDS, ProcessMesh
 
 _TOKENS_FIRST = ("xlnet", "fsmt")
 """Model types that compute with (tokens, rows, features)."""
@@ -93,12 +93,9 @@ def build_engine(
 def check_mesh_support(model: Any) -> None:
     """Raise UserError for a model that no mesh supports.
 
-    These are: an adapter of whole parameters (`flatshift.finetune.adapters.settings`), which no mesh can split;
-    layerdrop in the base model, because each rank would drop other blocks; dropout of hidden states with tokens before
-    rows; and dropout by a generator, because each rank has its own.
+    These are: layerdrop in the base model, because each rank would drop other blocks; dropout of hidden states with
+    tokens before rows; and dropout by a generator, because each rank has its own.
     """
-    from ..adapters.offsets import ADAPTER
-
     config = model.get_base_model().config
     for _, key, rate in dropout_rates(config):
         if "layerdrop" in key and rate > 0:
@@ -117,11 +114,6 @@ def check_mesh_support(model: Any) -> None:
             f"mesh: {canonical_name(name)} of this backbone is a {type(module).__name__}, which drops by a generator, "
             "on each rank something else; set train.backbone_dropout: 0, or train in one process"
         )
-    if parameters := model.peft_config[ADAPTER].target_parameters:
-        raise UserError(
-            f"adapter.targets: on a mesh only linear layers and embeddings are adapted, and {min(parameters)} of this "
-            "mixture of experts is adapted as a whole tensor; set adapter.targets to the attention's layers"
-        )
 
 
 def _build_quantised_engine(model: Any, *, train: Train, mesh: Mesh, world: ProcessMesh) -> Engine:
@@ -138,7 +130,7 @@ def _build_quantised_engine(model: Any, *, train: Train, mesh: Mesh, world: Proc
         check_context(model)
     tokens = ContextParallel(world).attach(model) if mesh.cp > 1 else None
     checkpoint_activations(model, train.checkpointing)
-    if world.width("dp", "cp") > 1 and mesh.zero == 3:
+    if world.width(*SHARDS) > 1 and mesh.zero == 3:
         unwrap_packed(model)
     sharding = shard(model, mesh=mesh, world=world)
     return Engine(model, world, sharding=sharding, tokens=tokens, multiple=1 if tokens is None else tokens.multiple)
@@ -157,6 +149,7 @@ def _build_mesh_engine(
 ) -> Engine:
     from ..models.meta import build_skeleton
     from .context import ContextParallel, check_context
+    from .experts import check_expert_parallel, expert_parallel
     from .fsdp import shard
     from .pipeline import PipelineRunner, build_rank_stages
     from .tensor import check_tensor_plan, tensor_parallel
@@ -176,10 +169,13 @@ def _build_mesh_engine(
         check_tensor_plan(model, tp=mesh.tp, sequence_parallel=mesh.sequence_parallel)
     if mesh.cp > 1:
         check_context(model)
+    if mesh.ep > 1:
+        check_expert_parallel(model, ep=mesh.ep)
     if mesh.pp > 1:
         model, _ = build_rank_stages(model, build_model, mesh=mesh, world=world, tokens=train.max_length)
     shapes = {canonical_name(name): p.shape for name, p in model.named_parameters() if p.requires_grad}
     layout = tensor_parallel(model, world=world, sequence_parallel=mesh.sequence_parallel)
+    expert_parallel(model, world=world, layout=layout)
     tokens = ContextParallel(world).attach(model) if mesh.cp > 1 else None
     checkpoint_activations(model, train.checkpointing)
     sharding = shard(model, mesh=mesh, world=world, reshard=False if mesh.pp > 1 else None)

@@ -34,13 +34,16 @@ from .mesh import ProcessMesh
 from .tensor import borders
 
 _serial = itertools.count()
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Kinds of a block's attention in a configuration whose tokens may be split."""
 
 
 def check_context(model: nn.Module) -> None:
     """Raise UserError for a base model whose tokens cannot be split over `mesh.cp`: they may meet elsewhere than in
     attention, or attention is not causal or caps its scores. Parameters may be on the meta device."""
     config = unwrap_peft(model).config
-    if not find_family(config.model_type).context:
+    recurrent = set(getattr(config, "layer_types", None) or ()) - _ATTENTION
+    if recurrent or not find_family(config.model_type).context:
         raise UserError(
             f"mesh.cp: {config.model_type} models cannot be split by tokens, which meet only in the causal attention "
             "of plain decoders; use mesh.dp"

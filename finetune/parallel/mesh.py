@@ -1,15 +1,16 @@
 """Position of this process in the device mesh, and sums over the mesh's axes.
 
-The mesh always has all five axes, in this order, unused ones of size 1:
+The mesh always has all six axes, in this order, unused ones of size 1:
 
     pp          pipeline stages, farthest apart: they exchange one activation per micro-batch
     replicate   whole copies (DDP; with dp: HSDP)
     dp          parameter shards (FSDP2, ZeRO-3)
+    ep          parameter shards too, but of a mixture's experts each rank has whole ones (`mesh.ep` of `mesh.dp` ranks)
     cp          context: slices of the tokens
     tp          tensor parallel, nearest: neighbouring ranks, four collectives a block
 
-`replicate` and `dp` ranks see different rows (the *data* axes), `cp` ranks different tokens of the same rows, `tp` and
-`pp` ranks the same rows.
+`replicate`, `dp` and `ep` ranks see different rows (the *data* axes), `cp` ranks different tokens of the same rows,
+`tp` and `pp` ranks the same rows.
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ from ..errors import UserError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-AXES = ("pp", "replicate", "dp", "cp", "tp")
-DATA = ("replicate", "dp")
+AXES = ("pp", "replicate", "dp", "ep", "cp", "tp")
+DATA = ("replicate", "dp", "ep")
 TOKENS = (*DATA, "cp")
+SHARDS = ("dp", "ep", "cp")
+"""Ranks over which FSDP2 shards; only `EXPERT_SHARDS` for the experts that a rank has."""
+EXPERT_SHARDS = ("dp", "cp")
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class ProcessMesh:
 
     device: torch.device
     mesh: DeviceMesh | None = None
-    """Five-axis mesh `AXES`; None in a single process."""
+    """Mesh of the axes `AXES`; None in a single process."""
     rank: int = 0
     size: int = 1
     _groups: dict[tuple[str, ...], Any] = field(default_factory=dict, repr=False, compare=False)
@@ -57,7 +61,7 @@ class ProcessMesh:
 
         size = dist.get_world_size()
         check_mesh_size(mesh, size)
-        shape = tuple(getattr(mesh, axis) for axis in AXES)
+        shape = tuple(mesh.dp // mesh.ep if axis == "dp" else getattr(mesh, axis) for axis in AXES)
         return cls(device, init_device_mesh(device.type, shape, mesh_dim_names=AXES), dist.get_rank(), size)
 
     def width(self, *axes: str) -> int:
@@ -87,7 +91,7 @@ class ProcessMesh:
 
     def flat(self, *axes: str) -> DeviceMesh:
         """Return a one-dimensional mesh over `axes` together. Collective at its first call."""
-        axes = tuple(axis for axis in AXES if axis in axes)
+        axes = tuple(axis for axis in AXES if axis in axes and self.width(axis) > 1) or axes[:1]
         if axes not in self._groups:  # cached: slicing a mesh is slower than many a collective
             mesh = self.submesh(*axes)
             self._groups[axes] = mesh._flatten("_".join(axes)) if len(axes) > 1 else mesh
@@ -121,8 +125,8 @@ class ProcessMesh:
         return self.rank == 0
 
     def __str__(self) -> str:
-        named = [f"{axis} {self.width(axis)}" for axis in AXES if self.width(axis) > 1]
-        return " × ".join(named) or "one device"
+        widths = {axis: self.width(*(("dp", "ep") if axis == "dp" else (axis,))) for axis in AXES}
+        return " × ".join(f"{axis} {width}" for axis, width in widths.items() if width > 1) or "one device"
 
 
 def check_mesh_size(mesh: Mesh, processes: int) -> None:

@@ -1,8 +1,9 @@
 """Loading of weights from safetensors files directly into this rank's part of a model that was built on meta.
 
 No rank ever has a whole copy: of each tensor it reads the indices of its tensor-parallel slice and its FSDP2 chunk, a
-few rows at a time, and casts them while reading. If transformers has to convert tensors (stacked experts), rank 0
-creates them with `from_pretrained` and every rank copies its part of each.
+few rows at a time, and casts them while reading; of stacked experts, which files have one by one, only those that it
+holds. If transformers has to convert tensors in another way, rank 0 creates them with `from_pretrained` and every rank
+copies its part of each.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from .layout import Runs, TensorParallelLayout, copy_local_part, local_index_run
 from .mesh import ProcessMesh
 
 _PIECE = 8 << 20  # bytes of the file copied at once
+
+Placed = list[tuple[int, int, int]]
+"""Half-open runs of indices along a dim of a tensor in a file, each with its first index in the local tensor."""
 
 
 @dataclass(frozen=True)
@@ -71,24 +75,29 @@ def load_weights(
 ) -> LoadResult:
     """Fill the base model's tensors in `model`: a whole model or a pipeline's part of it, with PEFT, sliced, sharded.
 
-    Collective if and only if `checkpoint.converted` is not empty: then every rank of the default group calls it once.
+    Collective if and only if `checkpoint.converted` has more than stacked experts: then every rank of the default group
+    calls it once.
     Raises UserError for a file that changed since its header was read, or that transformers cannot convert.
     """
     began, count = time.monotonic(), 0
     targets, unread = _tensors_to_load(model, checkpoint)
-    files: dict[Path, list[tuple[str, Tensor]]] = defaultdict(list)
+    files: dict[Path, list[_FilePart]] = defaultdict(list)
+    others = []
     for name, tensor in targets:
         assert checkpoint.shapes[name] == layout.shape(name, tensor.shape), name
         if name in checkpoint.computed:
             copy_local_part(tensor, checkpoint.computed[name], layout.slices.get(name))
-        elif name in checkpoint.keys:
-            files[checkpoint.entries[checkpoint.keys[name]].file].append((name, tensor))
-    for file, tensors in files.items():
-        tensors.sort(key=lambda pair: checkpoint.entries[checkpoint.keys[pair[0]]].offset)
-        count += _read_file(file, tensors, checkpoint, layout)
-    if checkpoint.converted:
-        converted = [(name, tensor) for name, tensor in targets if name in checkpoint.converted]
-        _broadcast_converted(converted, checkpoint, layout, world)
+            continue
+        if name not in checkpoint.keys and name not in checkpoint.stacked:
+            others.append((name, tensor))
+            continue
+        for part in _file_parts(name, tensor, checkpoint, layout):
+            files[checkpoint.entries[part.key].file].append(part)
+    for file, parts in files.items():
+        parts.sort(key=lambda part: checkpoint.entries[part.key].offset)
+        count += _read_file(file, parts, checkpoint)
+    if checkpoint.converted != tuple(checkpoint.stacked):
+        _broadcast_converted(others, checkpoint, layout, world)
     return LoadResult(count, time.monotonic() - began, tuple(unread))
 
 
@@ -109,25 +118,63 @@ def _tensors_to_load(model: nn.Module, checkpoint: CheckpointFiles) -> tuple[lis
     return [(name, tensor.detach()) for name, tensor in targets], unread
 
 
-def _read_file(
-    file: Path, tensors: list[tuple[str, Tensor]], checkpoint: CheckpointFiles, layout: TensorParallelLayout
-) -> int:
+@dataclass(frozen=True)
+class _FilePart:
+    """Indices of one tensor of a file that fill `local`, per dim."""
+
+    key: str
+    local: Tensor
+    dims: list[Placed]
+
+
+def _file_parts(
+    name: str, tensor: Tensor, checkpoint: CheckpointFiles, layout: TensorParallelLayout
+) -> Iterator[_FilePart]:
+    """Yield the parts of the files' tensors that make up this rank's part of the parameter or buffer `name`."""
+    dims = [_place(runs) for runs in local_index_runs(tensor, layout.slices.get(name))]
+    local = local_part(tensor)
+    if name in checkpoint.keys:
+        yield _FilePart(checkpoint.keys[name], local, dims)
+        return
+    experts, rows, columns = dims
+    first = 0
+    for keys in checkpoint.stacked[name]:
+        height = checkpoint.entries[keys[0]].shape[0]
+        own_rows = _clip(rows, first, first + height)
+        first += height
+        for start, stop, offset in experts:
+            for expert in range(start, stop):
+                yield _FilePart(keys[expert], local[offset + expert - start], [own_rows, columns])
+
+
+def _place(runs: Runs) -> Placed:
+    offsets = itertools.accumulate((stop - start for start, stop in runs), initial=0)
+    return [(start, stop, offset) for (start, stop), offset in zip(runs, offsets, strict=False)]
+
+
+def _clip(placed: Placed, first: int, last: int) -> Placed:
+    """Return the runs inside [first, last), counted from `first`."""
+    clipped = [(max(start, first), min(stop, last), offset - start) for start, stop, offset in placed]
+    return [(start - first, stop - first, start + shift) for start, stop, shift in clipped if start < stop]
+
+
+def _read_file(file: Path, parts: list[_FilePart], checkpoint: CheckpointFiles) -> int:
     from safetensors import SafetensorError, safe_open
 
     count = 0
     try:
         with safe_open(file, "pt") as source:
-            for name, tensor in tensors:
-                key = checkpoint.keys[name]
-                if tensor.ndim == 0:
-                    local_part(tensor).copy_(source.get_tensor(key))
-                    count += checkpoint.entries[key].bytes
+            for part in parts:
+                entry = checkpoint.entries[part.key]
+                if not entry.shape:
+                    part.local.copy_(source.get_tensor(part.key))
+                    count += entry.bytes
                     continue
-                view, size = source.get_slice(key), checkpoint.entries[key].dtype.itemsize
-                for file_slices, local_slices in _copy_slices(local_index_runs(tensor, layout.slices.get(name)), size):
-                    part = local_part(tensor)[local_slices]
-                    part.copy_(view[file_slices])
-                    count += part.numel() * size
+                view = source.get_slice(part.key)
+                for file_slices, local_slices in _copy_slices(part.dims, entry.dtype.itemsize):
+                    target = part.local[local_slices]
+                    target.copy_(view[file_slices])
+                    count += target.numel() * entry.dtype.itemsize
     except (OSError, SafetensorError) as error:
         if is_out_of_memory(error):
             raise
@@ -135,15 +182,12 @@ def _read_file(
     return count
 
 
-def _copy_slices(dims: list[Runs], itemsize: int) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+def _copy_slices(dims: list[Placed], itemsize: int) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
     """Yield slices of the file's tensor and of the local one that together cover it, each of at most `_PIECE` bytes."""
-    # for each dim its runs, each with its first index in the local tensor
-    offsets = [itertools.accumulate((stop - start for start, stop in runs), initial=0) for runs in dims]
-    placed = [list(zip(runs, starts, strict=False)) for runs, starts in zip(dims, offsets, strict=True)]
-    for ((start, stop), offset), *inner in itertools.product(*placed):
-        source = tuple(slice(low, high) for (low, high), _ in inner)
-        target = tuple(slice(first, first + high - low) for (low, high), first in inner)
-        row_bytes = itemsize * math.prod(high - low for (low, high), _ in inner)
+    for (start, stop, offset), *inner in itertools.product(*dims):
+        source = tuple(slice(low, high) for low, high, _ in inner)
+        target = tuple(slice(first, first + high - low) for low, high, first in inner)
+        row_bytes = itemsize * math.prod(high - low for low, high, _ in inner)
         step = max(1, _PIECE // row_bytes)
         for first in range(start, stop, step):
             last = min(first + step, stop)
@@ -176,6 +220,8 @@ def _broadcast_converted(
     for name, tensor in tensors:
         by_name[name].append(tensor)
     for name in checkpoint.converted:
+        if name in checkpoint.stacked:
+            continue
         if world.rank == 0:
             whole = state.pop(name).contiguous()
         else:

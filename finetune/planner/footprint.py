@@ -87,7 +87,6 @@ def predict_footprint(
     train: Train,
     rows: int | None = None,
     device: str = "cuda",
-    expert_parallel: int = 1,
     packed: bool = False,
     regularizer: RegularizerConfig | None = None,
 ) -> Footprint:
@@ -96,7 +95,6 @@ def predict_footprint(
     Args:
         rows: sequences of a micro-batch on one rank; by default its share of `train.batch_size`.
         device: kind of device, which sets how many logits are computed at once.
-        expert_parallel: data ranks that share the experts of every block, and so never gather those of others.
         packed: True if rows hold several examples, which a CPU separates by a dense mask.
         regularizer: the regularizer whose state is included; None: none.
     """
@@ -105,7 +103,7 @@ def predict_footprint(
     block_width = _PACKED_BYTES.get(train.quantization or "", weight_width)
     shards = mesh.dp * mesh.cp
     block, end = max(backbone.blocks) * block_width, max(backbone.ends, default=0) * weight_width
-    absent_experts = backbone.expert_elements * (1 - 1 / expert_parallel) * block_width
+    absent_experts = backbone.expert_elements * (1 - 1 / mesh.ep) * block_width
     unit = int(max(block - absent_experts, end)) // mesh.tp
     layers, ends = _fullest_rank(backbone, mesh, train)
     outer = sum(backbone.ends) * weight_width if mesh.pp == 1 else ends * end

@@ -30,13 +30,14 @@ from ..compute.precision import autocast, infer_precision
 from ..config import WIDTHS, Adapter, Mesh, Optimizer, OptimizerKind, Train
 from ..errors import UserError
 from ..figures import format_bytes
-from ..models.anatomy import transformer_blocks
+from ..models.anatomy import routed_experts, transformer_blocks
 from ..models.quantize import quantization_scales
 from ..parallel.engine import Engine
 from ..parallel.layout import local_part
+from ..parallel.mesh import SHARDS
 from ..parallel.pipeline_plan import bubble_fraction, pieces_per_micro, round_up_pieces, virtual_stages
 from .footprint import mask_bytes, perturbation_bytes, recomputed_bytes, work_bytes
-from .sizes import BackboneSizes
+from .sizes import ROUTED, BackboneSizes
 
 if TYPE_CHECKING:
     from ..tasks import Task
@@ -292,8 +293,8 @@ def _communication_lines(engine: Engine, mesh: Mesh, train: Train, adapter: int)
     world, sharding = engine.world, engine.sharding
     lines = []
     if sharding is not None and sharding.units:
-        ranks = world.width("dp", "cp")
-        axes = " × ".join(axis for axis in ("dp", "cp") if world.width(axis) > 1)
+        ranks = world.width(*SHARDS)
+        axes = " × ".join(axis for axis in SHARDS if world.width(axis) > 1)
         gathers = 2 if mesh.reshard and mesh.pp == 1 else 1
         gathered = gathers * train.accumulate * sharding.sharded_bytes * (ranks - 1) // ranks
         # in a ring each rank passes on all shards but its own: once for a reduce-scatter, twice for an all-reduce
@@ -306,7 +307,7 @@ def _communication_lines(engine: Engine, mesh: Mesh, train: Train, adapter: int)
         lines.append(
             f"{format_bytes(2 * adapter * (mesh.replicate - 1) // mesh.replicate)} of adapter gradients along replicate"
         )
-    if mesh.tp * mesh.cp * mesh.pp == 1:
+    if mesh.tp * mesh.cp * mesh.pp * mesh.ep == 1:
         return lines
     config: Any = engine.peft.config
     blocks = len(transformer_blocks(engine.model))
@@ -315,6 +316,11 @@ def _communication_lines(engine: Engine, mesh: Mesh, train: Train, adapter: int)
     hidden = getattr(config, "hidden_size", None) or config.get_text_config().hidden_size
     # hidden states of this rank's share of all micro-batches: B·T/cp·D
     states = rows * (train.max_length // world.width("cp")) * hidden * width * train.accumulate
+    if mesh.ep > 1:
+        text = config.get_text_config()
+        chosen = next((getattr(text, name) for name in ROUTED if isinstance(getattr(text, name, None), int)), 1)
+        exchanged = 4 * chosen * states * len(routed_experts(engine.model)) * (mesh.ep - 1) // mesh.ep
+        lines.append(f"{format_bytes(exchanged)} of tokens to experts and back along ep")
     if mesh.tp > 1:
         lines.append(
             f"{format_bytes(8 * states * blocks * (mesh.tp - 1) // mesh.tp)} of activations along tp (4 all-reduces a "

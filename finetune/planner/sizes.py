@@ -25,7 +25,7 @@ _BLOCK = re.compile(r"^(?:(?P<stack>.*?)\.)?(?P<number>\d+)\.")
 _NO_LAYER = re.compile(r"(norm|embed|bias|wte|wpe)[^.]*(\.weight)?$|\.bias$", re.IGNORECASE)
 _MAX_NUMBER = 1 << 53  # above it a whole number in config.json is no size, position or token
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_ROUTED = ("num_experts_per_tok", "moe_k", "top_k")
+ROUTED = ("num_experts_per_tok", "moe_k", "top_k")
 _EXPERT = re.compile(r"\.experts\.(?!.*router)")
 _ROUTER = re.compile(r"\.(gate|router)(\.[^.]+)?$")
 _OUTPUT = re.compile(r"^(lm_head|embed_out|output_projection|cls)\b")
@@ -154,7 +154,7 @@ class BackboneSizes:
         if not blocks:
             raise UserError(f"{context}: its weights show no blocks, so nobody can tell what fits")
         experts = max((config[name] for name in _EXPERTS if isinstance(config.get(name), int)), default=0)
-        chosen = _first_integer(config, *_ROUTED) if routed else 0
+        chosen = _first_integer(config, *ROUTED) if routed else 0
         hidden = _first_integer(config, "hidden_size", "n_embd", "d_model")
         heads = _first_integer(config, "num_attention_heads", "n_head", "num_heads", "n_heads")
         return cls(

@@ -48,6 +48,7 @@ from ..figures import format_throughput
 from ..launch import watchdog
 from ..models.compiled import CompiledBlocks
 from ..parallel.engine import Engine
+from ..parallel.experts import ExpertLoadMeter
 from ..run_directory import SPIKE, disk_full_interrupts
 from ..seeds import derive_seed
 from ..tasks import Task
@@ -149,6 +150,7 @@ class Trainer:
         while overflowed:  # fp16: the same batch again at a smaller loss scale
             losses: list[torch.Tensor] = []
             engine.loss_scale, overflowed = self.loss_scale.value, False
+            self.expert_load.reset()
             try:
                 with self.regularizer.step(step, loss_scale=self.loss_scale.value) as passes:
                     for _ in passes:
@@ -188,7 +190,7 @@ class Trainer:
         state.tokens += count
         self.guard.step_applied()
         self.loss_scale.step_applied()
-        row.tensors.append(self.regularizer.metric_tensors())
+        row.tensors += [self.regularizer.metric_tensors(), *self.expert_load.metric_tensors()]
         return row
 
     def _after_step(self, row: MetricsRow, rates: MetricTensors) -> None:
@@ -264,6 +266,7 @@ class Trainer:
             engine, head, batches, task=stage.task, train=train, folder=stage.folder, log=self.log_line
         )
         self.throughput = ThroughputMeter(engine, peak_tflops=stage.peak_tflops or train.peak_tflops)
+        self.expert_load = ExpertLoadMeter(engine.model, engine.world, tokens=engine.tokens)
         self.peak_memory = StepMemoryMeter(engine.device) if stage.plan is not None else None
         if train.compile:
             with self.precision():
@@ -294,6 +297,7 @@ class Trainer:
                 "checkpoint"
             ) from error
         finally:
+            self.expert_load.detach()
             self.regularizer.detach()
 
     def _attach_regularizer(self) -> None:

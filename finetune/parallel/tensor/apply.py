@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...models.anatomy import is_conv1d, unwrap_peft
+from ...models.anatomy import attention_modules, is_conv1d, unwrap_peft
 from ...models.checkpoint import canonical_name
 from ..layout import Slice, TensorParallelLayout
 from ..mesh import ProcessMesh
 from . import borders
-from .plans import MatchedRegion, PlanMatch, check_tensor_plan, match_plan
+from .plans import MatchedExperts, MatchedRegion, PlanMatch, check_tensor_plan, match_plan
 from .vocabulary import VocabularySlice, split_embedding, split_head
 
 _OTHER_INPUTS = ("key_value_states", "encoder_hidden_states")
@@ -46,6 +46,7 @@ def tensor_parallel(model: nn.Module, *, world: ProcessMesh, sequence_parallel: 
             bias: Any = entry.get_submodule(str(region.bias))
             slicer.slice(bias.weight, 1)
             bias.embedding_dim //= width
+        islands = {experts.block for experts in match.experts} if sequence_parallel else set()
         for matched in match.regions:
             shared = matched.shared_heads(width)
             for name, layer in matched.columns.items():
@@ -61,7 +62,16 @@ def tensor_parallel(model: nn.Module, *, world: ProcessMesh, sequence_parallel: 
                 slicer.keep_whole(matched.entry)
                 slicer.layout.gathered.add(slicer.names[matched.entry])
             slicer.mark_partial(matched.entry)
-            _register_border_hooks(matched, group, sequence_parallel=sequence_parallel)
+            inside = any(matched.entry in island.modules() for island in islands)
+            _register_border_hooks(matched, group, sequence_parallel=sequence_parallel and not inside)
+        if match.plan.experts:  # some of their plans leave the attention whole
+            entries = {matched.entry for matched in match.regions}
+            slicer.layout.gathered |= {slicer.names[m] for m in attention_modules(base) if m not in entries}
+        for experts in match.experts:
+            _split_experts(experts, slicer, group)
+        for island in islands:
+            _gather_tokens_inside(island, group)
+            slicer.keep_whole(island)
         _cut_vocabulary(match, slicer, group)
         if sequence_parallel:
             _split_tokens(match, slicer, group)
@@ -108,6 +118,49 @@ def _gather_inside(matched: MatchedRegion, group: dist.ProcessGroup) -> None:
     for layer in matched.columns.values():
         layer.register_forward_hook(gather)
     matched.row.register_forward_pre_hook(scatter)
+
+
+def _split_experts(matched: MatchedExperts, slicer: ParameterSlicer, group: dist.ProcessGroup) -> None:
+    """Give this rank a part of every expert's channels; the tokens and their routing enter whole."""
+    for name, dim, fused in matched.region.parameters:
+        slicer.slice_stacked(matched.experts, name, dim, fused=fused, layer=matched.adapters.get(name))
+
+    def enter(x: Any) -> Any:
+        return borders.copy_to_tp(x, group) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    def before(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tuple(map(enter, args)), {name: enter(value) for name, value in kwargs.items()}
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return borders.reduce_from_tp(output, group)
+
+    matched.outer.register_forward_pre_hook(before, with_kwargs=True)
+    matched.outer.register_forward_hook(after)
+
+
+def _gather_tokens_inside(block: nn.Module, group: dist.ProcessGroup) -> None:
+    """Make the tokens whole inside a mixture of experts, whose router counts on all of them."""
+
+    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        split = torch.is_grad_enabled()
+        return (borders.gather_from_tp(args[0], borders.TOKENS, group) if split else args[0], *args[1:])
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return output
+        if isinstance(output, tuple):  # with the router's scores
+            return (_own_tokens(output[0], args[0], group), *output[1:])
+        return _own_tokens(output, args[0], group)
+
+    block.register_forward_pre_hook(before)
+    block.register_forward_hook(after)
+
+
+def _own_tokens(output: Tensor, tokens: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's tokens of the `output` for `tokens` [B, T, D], which may be flat."""
+    return borders.scatter_to_tp(output.view(tokens.shape), borders.TOKENS, group)
 
 
 def _share_heads(layer: Any, matched: MatchedRegion, slicer: ParameterSlicer, group: dist.ProcessGroup) -> None:
@@ -170,9 +223,9 @@ def _split_tokens(match: PlanMatch, slicer: ParameterSlicer, group: dist.Process
 class ParameterSlicer:
     """Slices parameters of `model` for the `rank`-th of `width` ranks and records the slices."""
 
-    def __init__(self, model: nn.Module, *, rank: int, width: int, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, *, rank: int, width: int, device: torch.device, axis: str = "tp") -> None:
         """Index the parameters of `model`. device: where it will be, if its parameters are still on meta."""
-        self.rank, self.width, self.device = rank, width, device
+        self.rank, self.width, self.device, self.axis = rank, width, device, axis
         self.layout = TensorParallelLayout()
         self.names = {module: canonical_name(name) for name, module in model.named_modules()}
         self._holders: dict[int, list[tuple[nn.Module, str, str]]] = {}
@@ -187,7 +240,8 @@ class ParameterSlicer:
         """Replace `parameter` by this rank's part along `dim` in all modules that hold it (tied weights stay tied)."""
         if id(parameter) in self._placed:
             return
-        own = Slice.part(dim, parameter.shape[dim], rank=self.rank, width=self.width, fused=fused)
+        size = parameter.shape[dim]
+        own = Slice.part(dim, size, rank=self.rank, width=self.width, fused=fused, axis=self.axis)
         shape = list(parameter.shape)
         shape[dim] = own.local_size
         if parameter.is_meta:
@@ -236,6 +290,22 @@ class ParameterSlicer:
         size = base.weight.shape[0 if is_conv1d(base) else 1]
         setattr(base, "nx" if is_conv1d(base) else "in_features", size)
         layer.in_features = size
+
+    def slice_stacked(self, experts: Any, name: str, dim: int, *, fused: int, layer: Any) -> None:
+        """Keep this rank's part of a parameter (E, ., .) of stacked experts along `dim`, and of the factor of its
+        adapter `layer` (PEFT's, or None) that spans it: A has the rows e·r … of expert e, B every E-th column."""
+        self.slice(getattr(experts, name), dim, fused=fused)
+        if layer is None:
+            return
+        # B spans the first of the two dims, unless PEFT takes the parameter as (E, inputs, outputs)
+        spans_rows = layer._did_swap_in_out_features == (dim == 1)
+        for down, up in zip(layer.lora_A.values(), layer.lora_B.values(), strict=True):
+            if spans_rows:
+                self.slice(up.weight, 0, fused=fused)
+                self._mark(down.weight)
+            else:
+                self.slice(down.weight, 1, fused=fused)
+                self._mark(up.weight)
 
     def keep_whole(self, module: nn.Module) -> None:
         """Leave the parameters of `module` that are not sliced whole, with whole gradients on every rank."""

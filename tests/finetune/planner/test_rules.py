@@ -26,6 +26,12 @@ CASES: dict[tuple[str, str], tuple[dict, dict]] = {
         {"replicate": 2, "dp": 2, "batch_size": 6},
         {"replicate": 2, "dp": 2, "batch_size": 8},
     ),
+    ("mesh.ep", "mesh.dp, a multiple of it"): ({"ep": 3, "dp": 4}, {"ep": 2, "dp": 4}),
+    ("mesh.ep > 1", "mesh.tp > 1"): ({"ep": 2, "dp": 2, "tp": 2}, {"ep": 2, "dp": 2, "cp": 2}),
+    ("mesh.ep > 1", "train.quantization, train.compile or mesh.offload"): (
+        {"ep": 2, "dp": 2, "compile": True},
+        {"ep": 2, "dp": 2},
+    ),
     ("mesh.zero: 1 or 2", "mesh.dp or mesh.cp > 1"): ({"zero": 1, "replicate": 2}, {"zero": 1, "dp": 2}),
     ("mesh.zero: 1 or 2", "mesh.adapters: replicate"): (
         {"zero": 2, "dp": 2, "adapters": "replicate"},
@@ -111,7 +117,7 @@ CASES: dict[tuple[str, str], tuple[dict, dict]] = {
         {"init": "loftq", "quantization": "nf4-double"},
     ),
     ("adapter.under", "one rank"): ({"under": "runs/first", "tp": 2}, {"under": "runs/first"}),
-    ("adapter.bias, adapter.train_whole, adapter.experts", "one rank"): ({"bias": "all", "dp": 2}, {"bias": "all"}),
+    ("adapter.bias, adapter.train_whole", "one rank"): ({"bias": "all", "dp": 2}, {"experts": 2, "dp": 2}),
     **{
         (f"mesh.{axis} > 1", "task.kind: preference"): (
             {axis: 2, "task": Preference()},

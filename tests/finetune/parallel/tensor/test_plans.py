@@ -44,7 +44,7 @@ def test_a_family_without_a_plan() -> None:
         ("CodeGen", "transformers has no plan for its blocks"),
         ("GptOss", "transformers has no plan for its blocks"),
         ("GraniteSWA", "splits its self_attn as local_params"),
-        ("Mixtral", "splits its mlp.experts.gate_up_proj as packed_colwise"),
+        ("DeepseekV2", "splits its self_attn.kv_a_proj_with_mqa as mla_kv_a_proj"),
         ("Qwen3_5Text", "splits its linear_attn as colwise_gather_output"),
     ],
 )
