@@ -159,7 +159,7 @@ def _build_mesh_engine(
     from .context import ContextParallel, check_context
     from .fsdp import shard
     from .pipeline import PipelineRunner, build_rank_stages
-    from .tensor import check_tensor_plan, tensor_parallel
+    from .tensor import check_tensor_plan, split_tied_vocabulary, tensor_parallel
     from .weights import load_weights, materialize
 
     def build_model() -> Any:
@@ -180,6 +180,7 @@ def _build_mesh_engine(
         model, _ = build_rank_stages(model, build_model, mesh=mesh, world=world, tokens=train.max_length)
     shapes = {canonical_name(name): p.shape for name, p in model.named_parameters() if p.requires_grad}
     layout = tensor_parallel(model, world=world, sequence_parallel=mesh.sequence_parallel)
+    split_tied_vocabulary(model, mesh=mesh, world=world, layout=layout)
     tokens = ContextParallel(world).attach(model) if mesh.cp > 1 else None
     checkpoint_activations(model, train.checkpointing)
     sharding = shard(model, mesh=mesh, world=world, reshard=False if mesh.pp > 1 else None)

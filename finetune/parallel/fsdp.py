@@ -2,7 +2,8 @@
 
 The units are the transformer blocks, the embedding and the head, and the rest of a model as its root. Adapters belong
 to their block's unit, so that they need no separate collective. Weights shared by several modules stay in the root, the
-only unit that is gathered whenever any of them is used.
+only unit that is gathered whenever any of them is used, or are split by tokens and never gathered
+(`flatshift.finetune.parallel.tensor.apply.split_tied_vocabulary`).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Sharding:
         reduced: canonical names of the trainable parameters whose gradients FSDP2 reduces (the *mean* over `group`
             ranks).
         group: ranks over which those gradients are averaged; 1 if there are none.
-        whole_bytes: bytes of all parameters without sharding (but sliced by tp and pp).
+        whole_bytes: bytes of all parameters without sharding (but sliced by tp, pp and tokens).
         sharded_bytes: bytes of the sharded ones among them.
         local_bytes: bytes of all parameters on this rank.
         reduces_always: True if gradients are reduced in every micro-batch (ZeRO-2).
@@ -96,6 +97,9 @@ def shard(model: nn.Module, *, mesh: Mesh, world: ProcessMesh, reshard: bool | N
             "mesh.adapters: shard"
         )
     ignored = {p for p in parameters if (mesh.adapters == "replicate" if p.requires_grad else mesh.zero < 3)}
+    for module in model.modules():
+        if getattr(getattr(module, "vocabulary", None), "rows_differ", False):  # slices along these axes already
+            ignored.update(module.parameters(recurse=False))
     # gradients are reduced in float32 in any case; weights are used in their own dtype
     narrow = any(p.requires_grad and p.dtype != torch.float32 for p in parameters)
     options: dict[str, Any] = {

@@ -87,7 +87,8 @@ class ProcessMesh:
 
     def flat(self, *axes: str) -> DeviceMesh:
         """Return a one-dimensional mesh over `axes` together. Collective at its first call."""
-        axes = tuple(axis for axis in AXES if axis in axes)
+        # without axes of one rank, which would only make another group of the same ranks
+        axes = tuple(axis for axis in AXES if axis in axes and self.width(axis) > 1) or axes[:1]
         if axes not in self._groups:  # cached: slicing a mesh is slower than many a collective
             mesh = self.submesh(*axes)
             self._groups[axes] = mesh._flatten("_".join(axes)) if len(axes) > 1 else mesh

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...config import Mesh
 from ...models.anatomy import is_conv1d, unwrap_peft
 from ...models.checkpoint import canonical_name
 from ..layout import Slice, TensorParallelLayout
@@ -62,7 +65,7 @@ def tensor_parallel(model: nn.Module, *, world: ProcessMesh, sequence_parallel: 
                 slicer.layout.gathered.add(slicer.names[matched.entry])
             slicer.mark_partial(matched.entry)
             _register_border_hooks(matched, group, sequence_parallel=sequence_parallel)
-        _cut_vocabulary(match, slicer, group)
+        _cut_vocabulary([*match.embeddings.values(), *filter(None, [match.head])], slicer, group)
         if sequence_parallel:
             _split_tokens(match, slicer, group)
             slicer.layout.splits_tokens = True
@@ -129,21 +132,48 @@ def _share_heads(layer: Any, matched: MatchedRegion, slicer: ParameterSlicer, gr
     layer.register_forward_hook(after)
 
 
-def _cut_vocabulary(match: PlanMatch, slicer: ParameterSlicer, group: dist.ProcessGroup) -> None:
-    def own_tokens(size: int) -> VocabularySlice:
+def _cut_vocabulary(
+    modules: Iterable[Any], slicer: ParameterSlicer, group: dist.ProcessGroup, *, rows_differ: bool = False
+) -> None:
+    """Slice embeddings and heads by tokens."""
+    for module in modules:
+        size = module.num_embeddings if isinstance(module, nn.Embedding) else module.out_features
         ((start, stop),) = Slice.part(0, size, rank=slicer.rank, width=slicer.width).runs
-        return VocabularySlice(start, stop, size, group)
+        tokens = VocabularySlice(start, stop, size, group, rows_differ)
+        slicer.slice(module.weight, 0)
+        if getattr(module, "bias", None) is not None:
+            slicer.slice(module.bias, 0)
+        (split_embedding if isinstance(module, nn.Embedding) else split_head)(module, tokens)
 
-    for embedding in match.embeddings.values():
-        tokens = own_tokens(embedding.num_embeddings)
-        slicer.slice(embedding.weight, 0)
-        split_embedding(embedding, tokens)
-    if match.head is not None:
-        tokens = own_tokens(match.head.out_features)
-        slicer.slice(match.head.weight, 0)
-        if match.head.bias is not None:
-            slicer.slice(match.head.bias, 0)
-        split_head(match.head, tokens)
+
+def split_tied_vocabulary(model: nn.Module, *, mesh: Mesh, world: ProcessMesh, layout: TensorParallelLayout) -> None:
+    """Slice frozen matrices that embeddings share with a plain head by tokens over the ranks of dp and cp, and add the
+    slices to `layout`.
+
+    FSDP2 has one unit for a shared weight and would gather it for as long as the model computes. Call it before FSDP2.
+    Without effect beside tp, which slices the vocabulary itself, pp, whose stages share nothing, and `mesh.offload`;
+    for `mesh.zero` 1 or 2, which shard no frozen weights; and for an adapted matrix, which PEFT may read as a whole.
+    """
+    width = world.width("dp", "cp")
+    if width == 1 or mesh.zero < 3 or mesh.offload or world.width("tp", "pp") > 1:
+        return
+    slicer = ParameterSlicer(model, rank=world.index("dp", "cp"), width=width, device=world.device)
+    holders: dict[nn.Parameter, list[Any]] = defaultdict(list)
+    adapted = set()
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "weight", None), nn.Parameter):
+            holders[module.weight].append(module)
+            if "base_layer" in name.split("."):
+                adapted.add(module.weight)
+    for weight, modules in holders.items():
+        heads = [module for module in modules if type(module) is nn.Linear]
+        others = [module for module in modules if module not in heads]
+        trained = any(parameter.requires_grad for module in modules for parameter in module.parameters())
+        plain = len(heads) == 1 and others and all(isinstance(module, nn.Embedding) for module in others)
+        step = -(-len(weight) // width)
+        if plain and not trained and weight not in adapted and step * (width - 1) < len(weight):
+            _cut_vocabulary(modules, slicer, world.group("dp", "cp"), rows_differ=True)
+    layout.slices |= slicer.layout.slices
 
 
 def _split_tokens(match: PlanMatch, slicer: ParameterSlicer, group: dist.ProcessGroup) -> None:
