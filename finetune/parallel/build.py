@@ -207,7 +207,7 @@ def _initialise_missing_parameters(
 ) -> None:
     """Initialise by name every parameter that no file has: adapters, new heads and PEFT's frozen copy of them; DoRA's
     magnitudes by the row norms of the base model, gathered one layer at a time."""
-    from .layout import copy_local_part, gather_full_tensor
+    from .layout import copy_local_part, gather_full_tensors
 
     parameters = dict(engine.model.named_parameters())
     for full in unread:
@@ -222,7 +222,9 @@ def _initialise_missing_parameters(
         if "default" not in (getattr(module, "lora_magnitude_vector", None) or ()):
             continue
         base = module.get_base_layer()
-        weight = gather_full_tensor(base.weight, world=engine.world)
+        only = {canonical_name(f"{name}.base_layer.weight"): base.weight}
+        (weight,) = gather_full_tensors(only, parameters=only, layout=engine.layout, world=engine.world).values()
         norms = torch.linalg.vector_norm(weight, dim=0 if is_conv1d(base) else 1)
-        magnitude = parameters[f"{name}.lora_magnitude_vector.default.weight"]
-        copy_local_part(magnitude, norms.to(magnitude.dtype).reshape(magnitude.shape))
+        full = f"{name}.lora_magnitude_vector.default.weight"
+        magnitude = parameters[full]
+        copy_local_part(magnitude, norms.to(magnitude.dtype), engine.layout.slices.get(canonical_name(full)))

@@ -52,7 +52,7 @@ class Slice:
         return torch.cat([torch.arange(start, stop) for start, stop in self.runs])
 
     def take(self, whole: Tensor) -> Tensor:
-        """Return the local part of `gather_full_tensor`."""
+        """Return the local part of a full tensor."""
         return torch.cat([whole.narrow(self.dim, start, stop - start) for start, stop in self.runs], dim=self.dim)
 
 
@@ -144,20 +144,13 @@ def _select_runs(runs: Runs, start: int, stop: int) -> Runs:
 def copy_local_part(
     tensor: Tensor, whole: Tensor, tp_slice: Slice | None = None, *, parameter: Tensor | None = None
 ) -> None:
-    """Copy this rank's part of `gather_full_tensor` into `tensor`, a parameter or a tensor sharded like the parameter
-    `parameter`."""
+    """Copy this rank's part of `whole` into `tensor`, a parameter or one that is sharded like `parameter`."""
     target = local_part(tensor)
     for dim, runs in enumerate(local_index_runs(tensor if parameter is None else parameter, tp_slice)):
         parts = [whole.narrow(dim, start, stop - start) for start, stop in runs] or [whole.narrow(dim, 0, 0)]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
     assert target.shape == whole.shape, (target.shape, whole.shape)
     target.copy_(whole)
-
-
-def gather_full_tensor(tensor: Tensor, *, world: ProcessMesh) -> Tensor:
-    """Return the full tensor of a parameter that is not sliced over tp (see `gather_full_tensors`)."""
-    only = {"": tensor}
-    return gather_full_tensors(only, parameters=only, layout=TensorParallelLayout(), world=world)[""]
 
 
 @torch.no_grad()

@@ -237,13 +237,17 @@ def test_srun_alone_starts_a_job(tmp_path: Path) -> None:
         port = free.getsockname()[1]
     settings = {**SHORT, "train.steps": 3, "train.device": "cpu"}
     command = [sys.executable, "-m", "flatshift", "train", "classify", *flags(settings)]
-    command += ["--adapter.targets", "q_lin", "v_lin"]
+    command += ["--adapter.targets", "q_proj", "v_proj"]
     slurm = {"SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "127.0.0.1,n[1-3]", "MASTER_PORT": str(port)}
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
 
     def start(words: list[str], variables: dict[str, str]) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [*command, *words], env=environment | variables, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            [*command, *words],
+            env=environment | variables,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
         )
 
     both = ["--mesh.dp", "2", "--out", str(tmp_path / "srun")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -57,6 +57,7 @@ def tensor_parallel(model: nn.Module, *, world: ProcessMesh, sequence_parallel: 
                 else:
                     slicer.slice_columns(layer, fused=matched.region.fused)
             slicer.slice_row(matched.row)
+            _sum_row_norms(matched.row, group)
             for count in matched.region.counts:
                 setattr(matched.entry, count, getattr(matched.entry, count) // width)
             if matched.region.gathered:
@@ -97,6 +98,19 @@ def _register_border_hooks(matched: MatchedRegion, group: dist.ProcessGroup, *, 
 
     matched.entry.register_forward_pre_hook(before, with_kwargs=True)
     matched.row.register_forward_hook(after)
+
+
+def _sum_row_norms(layer: Any, group: dist.ProcessGroup) -> None:
+    """Make DoRA's norms of a row layer those of whole rows of W0 + BA, of which each rank has some columns."""
+    for magnitude in getattr(layer, "lora_magnitude_vector", {}).values():
+
+        def norms(*args: Any, local: Callable[..., Tensor] = magnitude.get_weight_norm, **kwargs: Any) -> Tensor:
+            part = local(*args, **kwargs)
+            squares = part.detach().float().square()
+            dist.all_reduce(squares, group=group)
+            return squares.sqrt().to(part.dtype)
+
+        magnitude.get_weight_norm = norms
 
 
 def _gather_inside(matched: MatchedRegion, group: dist.ProcessGroup) -> None:
@@ -177,8 +191,8 @@ def split_tied_vocabulary(model: nn.Module, *, mesh: Mesh, world: ProcessMesh, l
 
 
 def _split_tokens(match: PlanMatch, slicer: ParameterSlicer, group: dist.ProcessGroup) -> None:
-    """Split the tokens over the ranks from the first block's input to the last norm's output, and so also between
-    pipeline stages."""
+    """Split the tokens over the ranks from the first block's input to the output of the last norm, or of the last block
+    without one, and so also between pipeline stages."""
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if not torch.is_grad_enabled():
@@ -193,6 +207,8 @@ def _split_tokens(match: PlanMatch, slicer: ParameterSlicer, group: dist.Process
         blocks[0].register_forward_pre_hook(before)
     if match.norm is not None:
         match.norm.register_forward_hook(after)
+    elif not match.plan.norm and [*match.blocks][-1].endswith(f".{match.depth - 1}"):
+        blocks[-1].register_forward_hook(after)
     for module in (*blocks, *filter(None, [match.norm])):
         slicer.mark_partial(module)
 
@@ -233,7 +249,7 @@ class ParameterSlicer:
         self._placed.add(id(replacement))
 
     def slice_columns(self, layer: Any, *, fused: int = 1) -> None:
-        """Keep this rank's output rows of a column layer: of the weight, the bias and every adapter's B."""
+        """Keep this rank's output rows of a column layer: of the weight, bias, every adapter's B and magnitudes."""
         base = layer.base_layer if hasattr(layer, "lora_A") else layer
         self.slice(base.weight, 1 if is_conv1d(base) else 0, fused=fused)
         if base.bias is not None:
@@ -241,6 +257,8 @@ class ParameterSlicer:
         for up in getattr(layer, "lora_B", {}).values():
             self.slice(up.weight, 0, fused=fused)
             up.out_features = up.weight.shape[0]
+        for magnitude in getattr(layer, "lora_magnitude_vector", {}).values():
+            self.slice(magnitude.weight, 0, fused=fused)
         for down in getattr(layer, "lora_A", {}).values():
             self._mark(down.weight)
         size = base.weight.shape[1 if is_conv1d(base) else 0]
@@ -261,8 +279,8 @@ class ParameterSlicer:
         for down in getattr(layer, "lora_A", {}).values():
             self.slice(down.weight, 1)
             down.in_features = down.weight.shape[1]
-        for up in getattr(layer, "lora_B", {}).values():
-            self._mark(up.weight)
+        for whole in (*getattr(layer, "lora_B", {}).values(), *getattr(layer, "lora_magnitude_vector", {}).values()):
+            self._mark(whole.weight)
         size = base.weight.shape[0 if is_conv1d(base) else 1]
         setattr(base, "nx" if is_conv1d(base) else "in_features", size)
         layer.in_features = size
