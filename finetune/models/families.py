@@ -148,7 +148,19 @@ one entry here."""
 
 TRIED = frozenset(
     [
-        *("apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "eurobert", "exaone", "exaone4", "gemma", "gemma2"),
+        *(
+            "apertus",
+            "arcee",
+            "cohere",
+            "cohere2",
+            "cwm",
+            "ernie4_5",
+            "eurobert",
+            "exaone",
+            "exaone4",
+            "gemma",
+            "gemma2",
+        ),
         *("gemma3_text", "glm", "glm4", "gpt_neox", "gpt_oss", "gptj", "granite", "granite_swa", "helium"),
         *("hyperclovax", "internlm3", "iquestcoder", "jais2", "llama", "minimax", "ministral", "ministral3", "mistral"),
         *("mixtral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3"),

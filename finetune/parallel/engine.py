@@ -297,29 +297,25 @@ class Engine:
         if self.world.size == 1:
             return nn.utils.clip_grad_norm_(self.parameters.values(), limit)
         sharded = self.sharding is not None and bool(self.sharding.reduced)
-        # squares by [whole or FSDP-sharded][whole or sliced over tp], per device: offloaded shards have their
-        # gradients in host memory, which a scalar on the device cannot multiply
-        squares_at = {self.device: torch.zeros(2, 2, dtype=torch.float64, device=self.device)}
-        grads = []
+        # gradients by (FSDP-sharded, sliced over tp), and by device: offloaded shards have theirs in host memory
+        groups: dict[tuple[int, int, torch.device, torch.dtype], list[Tensor]] = {}
         for name, parameter in self.parameters.items():
-            if parameter.grad is None:
-                continue
-            grad = local_part(parameter.grad)
-            grads.append(grad)
-            kind = int(isinstance(parameter, DTensor)), int(name in self.layout.slices)
-            if grad.device not in squares_at:
-                squares_at[grad.device] = torch.zeros(2, 2, dtype=torch.float64, device=grad.device)
-            squares_at[grad.device][kind] += grad.double().square().sum() if grad.numel() else 0
-        squares = torch.stack([copy_to_device(sums, self.device) for sums in squares_at.values()]).sum(0)
+            if parameter.grad is not None and local_part(parameter.grad).numel():
+                grad = local_part(parameter.grad)
+                kind = int(isinstance(parameter, DTensor)), int(name in self.layout.slices)
+                groups.setdefault((*kind, grad.device, grad.dtype), []).append(grad)
+        squares = torch.zeros(2, 2, dtype=torch.float64, device=self.device)
+        for (is_sharded, is_sliced, _, _), grads in groups.items():
+            norms = torch.stack(torch._foreach_norm(grads, 2, torch.float64))
+            squares[is_sharded, is_sliced] += copy_to_device(norms.square().sum(), self.device)
         squares[1] = self.world.sum(squares[1].clone(), *(("dp", "cp") if sharded else ()))
         whole = squares.sum(0)
         whole[1] = self.world.sum(whole[1].clone(), "tp")
         norm = self.world.sum(whole.sum(), "pp").sqrt()
         if math.isfinite(limit):
             factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-            factors = {device: factor.to(device) for device in squares_at}
-            for grad in grads:
-                grad.mul_(factors[grad.device].to(grad.dtype))
+            for (_, _, device, dtype), grads in groups.items():
+                torch._foreach_mul_(grads, factor.to(device, dtype))
         return norm.float()
 
     @torch.no_grad()
@@ -433,17 +429,17 @@ class MeshPlacement(Placement):
 
     def squares(self, tensors: Mapping[str, Tensor]) -> Tensor:
         names = [canonical_name(name) for name in tensors]
-        squares = torch.stack(
-            [t.detach().double().square().sum() for t in tensors.values()]
-            or [torch.zeros((), dtype=torch.float64, device=self.device)]
-        )
+        squares = torch.zeros(len(names), dtype=torch.float64, device=self.device)
+        if names:
+            norms = torch._foreach_norm([tensor.detach() for tensor in tensors.values()], 2, torch.float64)
+            squares = torch.stack(norms).square()
         sharded = [isinstance(self._parameters[name], DTensor) for name in names]
         sliced = [name in self._layout.slices for name in names]
         for members, axes in ((sharded, ("dp", "cp")), (sliced, ("tp",))):
             if any(members):
                 index = copy_to_device(torch.tensor([i for i, member in enumerate(members) if member]), squares.device)
                 squares[index] = self._world.sum(squares[index], *axes)
-        return squares[: len(names)]
+        return squares
 
     def full_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         keys = {canonical_name(name): name for name in tensors}

@@ -34,7 +34,7 @@ from ..errors import UserError
 from ..models.anatomy import transformer_blocks
 from ..models.checkpoint import canonical_name
 from .layout import local_part
-from .mesh import ProcessMesh
+from .mesh import AXES, ProcessMesh
 
 # A first dim that does not divide is still sharded if it is this many times the ranks: the remainder is negligible.
 _LONG = 64
@@ -193,7 +193,8 @@ def _fsdp_mesh(world: ProcessMesh) -> DeviceMesh:
     if len(inner) == 1:
         return world.submesh("replicate", *inner)
     assert world.mesh is not None
-    ranks = world.mesh.mesh.permute(0, 4, 1, 2, 3)[world.index("pp"), world.index("tp")].flatten(1)
+    ranks = world.mesh.mesh.reshape([world.width(axis) for axis in AXES])
+    ranks = ranks.permute(0, 4, 1, 2, 3)[world.index("pp"), world.index("tp")].flatten(1)
     groups = [world.group("replicate"), world.group(*inner)]
     return DeviceMesh.from_group(groups, world.device.type, mesh=ranks, mesh_dim_names=("replicate", "_".join(inner)))
 

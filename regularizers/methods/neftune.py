@@ -5,7 +5,7 @@
 T is the padded length of the current micro-batch over all ranks, as in transformers' `neftune_noise_alpha` (the
 authors' first code counts each row's own tokens). In training mode only. An encoder-decoder gets the noise on its
 encoder's tokens: those of its decoder are the targets, shifted. (transformers hooks the embedding table that the two
-share, which T5 never calls.) If the loop passes `inputs_embeds` to the model, nothing is embedded and no noise is added.
+share, which T5 never calls.) If the loop passes `inputs_embeds` to the model, nothing is embedded and no noise added.
 
 u is a hash of (seed, optimizer step, micro-batch, row of the micro-batch over all ranks, position, dim), so that any
 split of the rows over ranks gives the same noise. A loop that accumulates must call `on_micro_batch(index)`, or all
