@@ -249,6 +249,9 @@ class FlopCounter:
     def cost(self, *, positions: int, pairs: int, head: Head | None) -> StepCost:
         """Return the operations counted so far per position, pair of positions and target token."""
         rows, columns = head.linear.weight.shape if head is not None else (0, 0)
+        vocabulary = getattr(head.linear, "vocabulary", None) if head is not None else None
+        if vocabulary is not None and vocabulary.rows_differ:  # a rank's share of the products of all ranks' tokens
+            rows = vocabulary.size
         return StepCost(
             token=self.linear / max(positions, 1),
             pair=self.attention / max(pairs, 1),
