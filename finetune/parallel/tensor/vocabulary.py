@@ -138,13 +138,16 @@ class _GatheredLogits(torch.autograd.Function):
         weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         missing, own = tokens.widest - len(weight), dist.get_rank(tokens.group)
         logits = hidden.new_empty(len(hidden), tokens.size)
+        step = slice_rows(tokens.widest, capabilities(hidden.device).kind, hidden.element_size())
         for rank, (rows,) in tokens.rows_of_ranks(hidden):
-            part = F.pad(F.linear(rows, weight, bias), (0, missing))
-            parts = [torch.empty_like(part) for _ in range(dist.get_world_size(tokens.group))] if rank == own else None
-            dist.gather(part, parts, group=tokens.group, group_dst=rank)
-            if parts is not None:
-                for columns, other in zip(logits.split(tokens.widest, dim=1), parts, strict=True):
-                    columns.copy_(other[:, : columns.shape[1]])
+            for first in range(0, len(rows), step):
+                part, parts = F.pad(F.linear(rows[first : first + step], weight, bias), (0, missing)), None
+                if rank == own:
+                    parts = [torch.empty_like(part) for _ in range(dist.get_world_size(tokens.group))]
+                dist.gather(part, parts, group=tokens.group, group_dst=rank)
+                for start, columns in zip(range(0, tokens.size, tokens.widest), parts or (), strict=False):
+                    whole = logits[first : first + step, start : start + tokens.widest]
+                    whole.copy_(columns[:, : whole.shape[1]])
         return logits
 
     @staticmethod
