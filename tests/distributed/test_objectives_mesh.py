@@ -20,7 +20,7 @@ MESHES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("numbers", {"dp": 2}),
     ("masked", {"dp": 2}),
     ("masked", {"replicate": 2}),
-    ("masked", {"tp": 2, "sequence_parallel": True}),
+    ("masked", {"tp": 2}),
     ("masked", {"pp": 2}),
 )
 
