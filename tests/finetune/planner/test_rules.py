@@ -18,10 +18,6 @@ CASES: dict[tuple[str, str], tuple[dict, dict]] = {
         {"kind": "adamw-8bit", "replicate": 2},
         {"kind": "adamw-8bit"},
     ),
-    ("train.compile", "mesh.tp, mesh.pp or mesh.cp > 1"): (
-        {"compile": True, "dp": 2, "cp": 2},
-        {"compile": True, "dp": 2, "replicate": 2},
-    ),
     ("train.batch_size", "a multiple of mesh.replicate × mesh.dp"): (
         {"replicate": 2, "dp": 2, "batch_size": 6},
         {"replicate": 2, "dp": 2, "batch_size": 8},
