@@ -196,6 +196,8 @@ def choose_loss_kernel(
     """
     if head is None or head.cap is not None or not is_cuda(engine.device) or engine.world.width("tp", "pp", "cp") > 1:
         return head
+    if hasattr(head.linear, "vocabulary"):  # the ranks share its product
+        return head
     if train.deterministic:  # timings vary between runs, and the other kernels add in no fixed order
         return head
     kernels = available_kernels() if kernels is None else kernels

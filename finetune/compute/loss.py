@@ -76,8 +76,7 @@ class Head:
         """
         hidden, vocabulary = self._scaled(hidden), getattr(self.linear, "vocabulary", None)
         if vocabulary is not None:
-            assert smoothing == 0  # flatshift.finetune.planner.rules
-            loss: Tensor = vocabulary.cross_entropy(hidden, self.linear, targets, cap=self.cap)
+            loss: Tensor = vocabulary.cross_entropy(hidden, self.linear, targets, smoothing=smoothing, cap=self.cap)
             return loss
         if self.kernel is not None and hidden.requires_grad and len(hidden):
             return self.kernel(hidden, self.linear, targets, smoothing=smoothing)

@@ -58,7 +58,10 @@ class TensorPlan:
     blocks: str
     regions: tuple[TensorParallelRegion, ...]
     embeddings: tuple[str, ...] = ()  # embeddings over the vocabulary; a linear output head over it is split as well
-    norm: str | None = None  # the norm after the last block; None if the residual stream cannot be split by tokens
+    norm: str | None = None
+    """The norm after the last block, "" without one; None if the residual stream cannot be split by tokens."""
+    whole: str = "no plan says after which norm they are whole again"
+    """The reason why it cannot."""
     experts: tuple[ExpertRegion, ...] = ()
 
     @property
@@ -134,17 +137,19 @@ _T5 = (
 
 
 _ENCODER = Family(
-    TensorPlan("encoder.layer.*", _BERT, ("word_embeddings",)),
+    TensorPlan("encoder.layer.*", _BERT, ("word_embeddings",), norm=""),
     (BlockStack("encoder.layer", ("embeddings",), ("pooler",)),),
 )
 FAMILIES = {
     "gpt2": Family(
-        TensorPlan("h.*", _GPT2, ("wte",)),
+        TensorPlan("h.*", _GPT2, ("wte",), norm="ln_f"),
         (BlockStack("h", ("wte", "wpe"), ("ln_f",)),),
         context=True,
     ),
     "t5": Family(
-        TensorPlan("block.*", _T5, ("shared", "embed_tokens")),
+        TensorPlan(
+            "block.*", _T5, ("shared", "embed_tokens"), whole="each block of the decoder reads all of the encoder's"
+        ),
         (
             BlockStack("encoder.block", ("encoder.embed_tokens",), ("encoder.final_layer_norm",)),
             BlockStack("decoder.block", ("decoder.embed_tokens",), ("decoder.final_layer_norm",)),
@@ -152,7 +157,7 @@ FAMILIES = {
     ),
     "bert": _ENCODER,
     "roberta": _ENCODER,
-    "vit": Family(TensorPlan("layers.*", _VIT)),
+    "vit": Family(TensorPlan("layers.*", _VIT, whole="patches and a class token are rarely a multiple of mesh.tp")),
 }
 """Model type of transformers → family, where its own plan is missing or another one. To add a family that has none, add
 one entry here."""
@@ -161,7 +166,7 @@ one entry here."""
 TRIED = frozenset(
     [
         *("apertus", "arcee", "cohere", "cohere2", "cwm", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5"),
-        *("ernie4_5_moe", "exaone", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe"),
+        *("ernie4_5_moe", "eurobert", "exaone", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe"),
         *("gpt_neox", "gpt_oss", "gptj", "granite", "granite_swa", "granitemoe", "helium", "hunyuan_v1_moe"),
         *("hyperclovax", "internlm3", "iquestcoder", "jais2", "jamba", "llama", "llama4_text", "minimax"),
         *("ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3"),

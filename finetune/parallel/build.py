@@ -152,7 +152,7 @@ def _build_mesh_engine(
     from .experts import check_expert_parallel, expert_parallel
     from .fsdp import shard
     from .pipeline import PipelineRunner, build_rank_stages
-    from .tensor import check_tensor_plan, tensor_parallel
+    from .tensor import check_tensor_plan, split_tied_vocabulary, tensor_parallel
     from .weights import load_weights, materialize
 
     def build_model() -> Any:
@@ -176,6 +176,7 @@ def _build_mesh_engine(
     shapes = {canonical_name(name): p.shape for name, p in model.named_parameters() if p.requires_grad}
     layout = tensor_parallel(model, world=world, sequence_parallel=mesh.sequence_parallel)
     expert_parallel(model, world=world, layout=layout)
+    split_tied_vocabulary(model, mesh=mesh, world=world, layout=layout)
     tokens = ContextParallel(world).attach(model) if mesh.cp > 1 else None
     checkpoint_activations(model, train.checkpointing)
     sharding = shard(model, mesh=mesh, world=world, reshard=False if mesh.pp > 1 else None)
@@ -202,7 +203,7 @@ def _initialise_missing_parameters(
 ) -> None:
     """Initialise by name every parameter that no file has: adapters, new heads and PEFT's frozen copy of them; DoRA's
     magnitudes by the row norms of the base model, gathered one layer at a time."""
-    from .layout import copy_local_part, gather_full_tensor
+    from .layout import copy_local_part, gather_full_tensors
 
     parameters = dict(engine.model.named_parameters())
     for full in unread:
@@ -217,7 +218,9 @@ def _initialise_missing_parameters(
         if "default" not in (getattr(module, "lora_magnitude_vector", None) or ()):
             continue
         base = module.get_base_layer()
-        weight = gather_full_tensor(base.weight, world=engine.world)
+        only = {canonical_name(f"{name}.base_layer.weight"): base.weight}
+        (weight,) = gather_full_tensors(only, parameters=only, layout=engine.layout, world=engine.world).values()
         norms = torch.linalg.vector_norm(weight, dim=0 if is_conv1d(base) else 1)
-        magnitude = parameters[f"{name}.lora_magnitude_vector.default.weight"]
-        copy_local_part(magnitude, norms.to(magnitude.dtype).reshape(magnitude.shape))
+        full = f"{name}.lora_magnitude_vector.default.weight"
+        magnitude = parameters[full]
+        copy_local_part(magnitude, norms.to(magnitude.dtype), engine.layout.slices.get(canonical_name(full)))

@@ -308,28 +308,24 @@ class Engine:
         limit = math.inf if bound is None else bound
         if self.world.size == 1:
             return nn.utils.clip_grad_norm_(self.parameters.values(), limit)
-        # squares by the axes over which parameters are divided, per device: offloaded shards have their gradients in
-        # host memory, which a scalar on the device cannot multiply
-        kinds = [self.layout.divided_over(name, parameter) for name, parameter in self.parameters.items()]
-        distinct = [kind for index, kind in enumerate(kinds) if kind not in kinds[:index]]
-        squares_at = {self.device: torch.zeros(len(distinct), dtype=torch.float64, device=self.device)}
-        grads = []
-        for parameter, kind in zip(self.parameters.values(), kinds, strict=True):
-            if parameter.grad is None:
-                continue
-            grad = local_part(parameter.grad)
-            grads.append(grad)
-            if grad.device not in squares_at:
-                squares_at[grad.device] = torch.zeros(len(distinct), dtype=torch.float64, device=grad.device)
-            squares_at[grad.device][distinct.index(kind)] += grad.double().square().sum() if grad.numel() else 0
-        squares = torch.stack([copy_to_device(sums, self.device) for sums in squares_at.values()]).sum(0)
+        kinds = {name: self.layout.divided_over(name, parameter) for name, parameter in self.parameters.items()}
+        distinct = list(dict.fromkeys(kinds.values()))
+        # gradients by the axes over which they are divided, and by device: offloaded shards have theirs in host memory
+        groups: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None and local_part(parameter.grad).numel():
+                grad = local_part(parameter.grad)
+                groups.setdefault((distinct.index(kinds[name]), grad.device, grad.dtype), []).append(grad)
+        squares = torch.zeros(len(distinct), dtype=torch.float64, device=self.device)
+        for (kind, _, _), grads in groups.items():
+            norms = torch.stack(torch._foreach_norm(grads, 2, torch.float64))
+            squares[kind] += copy_to_device(norms.square().sum(), self.device)
         whole = sum_parts(squares, distinct, world=self.world)
         norm = self.world.sum(whole.sum(), "pp").sqrt()
         if math.isfinite(limit):
             factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-            factors = {device: factor.to(device) for device in squares_at}
-            for grad in grads:
-                grad.mul_(factors[grad.device].to(grad.dtype))
+            for (_, device, dtype), grads in groups.items():
+                torch._foreach_mul_(grads, factor.to(device, dtype))
         return norm.float()
 
     @torch.no_grad()
@@ -495,13 +491,12 @@ class MeshPlacement(Placement):
 
     def squares(self, tensors: Mapping[str, Tensor]) -> Tensor:
         names = [canonical_name(name) for name in tensors]
-        squares = torch.stack(
-            [t.detach().double().square().sum() for t in tensors.values()]
-            or [torch.zeros((), dtype=torch.float64, device=self.device)]
-        )
+        squares = torch.zeros(len(names), dtype=torch.float64, device=self.device)
+        if names:
+            norms = torch._foreach_norm([tensor.detach() for tensor in tensors.values()], 2, torch.float64)
+            squares = torch.stack(norms).square()
         kinds = [self._layout.divided_over(name, self._parameters[name]) for name in names]
-        squares = sum_parts(squares, kinds, world=self._world)
-        return squares[: len(names)]
+        return sum_parts(squares, kinds, world=self._world)
 
     def full_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         keys = {canonical_name(name): name for name in tensors}

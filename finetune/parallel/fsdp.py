@@ -3,7 +3,8 @@
 The units are the transformer blocks, the embedding and the head, and the rest of a model as its root. Adapters belong
 to their block's unit, so that they need no separate collective. Where ranks share experts (`mesh.ep`), a block's
 experts are a unit of their own over fewer ranks. Weights shared by several modules stay in the root, the only unit that
-is gathered whenever any of them is used.
+is gathered whenever any of them is used, or are split by tokens and never gathered
+(`flatshift.finetune.parallel.tensor.apply.split_tied_vocabulary`).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Sharding:
         reduced: canonical names of the trainable parameters whose gradients FSDP2 reduces (the *mean* over `group`
             ranks).
         group: ranks over which those gradients are averaged; 1 if there are none.
-        whole_bytes: bytes of all parameters without sharding (but sliced by tp and pp).
+        whole_bytes: bytes of all parameters without sharding (but sliced by tp, pp and tokens).
         sharded_bytes: bytes of the sharded ones among them.
         local_bytes: bytes of all parameters on this rank.
         reduces_always: True if gradients are reduced in every micro-batch (ZeRO-2).
@@ -97,6 +98,9 @@ def shard(model: nn.Module, *, mesh: Mesh, world: ProcessMesh, reshard: bool | N
             "mesh.adapters: shard"
         )
     ignored = {p for p in parameters if (mesh.adapters == "replicate" if p.requires_grad else mesh.zero < 3)}
+    for module in model.modules():
+        if getattr(getattr(module, "vocabulary", None), "rows_differ", False):  # slices along these axes already
+            ignored.update(module.parameters(recurse=False))
     # gradients are reduced in float32 in any case; weights are used in their own dtype
     narrow = any(p.requires_grad and p.dtype != torch.float32 for p in parameters)
     options: dict[str, Any] = {
@@ -208,7 +212,8 @@ def _fsdp_mesh(world: ProcessMesh, axes: tuple[str, ...]) -> DeviceMesh:
     assert world.mesh is not None
     outer = [axis for axis in AXES if axis not in ("replicate", *axes)]
     order = [AXES.index(axis) for axis in (*outer, "replicate", *axes)]
-    ranks = world.mesh.mesh.permute(order)[tuple(world.index(axis) for axis in outer)].flatten(1)
+    ranks = world.mesh.mesh.reshape([world.width(axis) for axis in AXES])
+    ranks = ranks.permute(order)[tuple(world.index(axis) for axis in outer)].flatten(1)
     groups = [world.group("replicate"), world.group(*inner)]
     return DeviceMesh.from_group(groups, world.device.type, mesh=ranks, mesh_dim_names=("replicate", "_".join(inner)))
 

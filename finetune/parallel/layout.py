@@ -55,7 +55,7 @@ class Slice:
         return torch.cat([torch.arange(start, stop) for start, stop in self.runs])
 
     def take(self, whole: Tensor) -> Tensor:
-        """Return the local part of `gather_full_tensor`."""
+        """Return the local part of a full tensor."""
         return torch.cat([whole.narrow(self.dim, start, stop - start) for start, stop in self.runs], dim=self.dim)
 
 
@@ -90,11 +90,11 @@ class TensorParallelLayout:
         """True if `name` is a parameter of experts that this rank of ep has and others do not."""
         return name in self.slices and self.slices[name].axis == "ep"
 
-    def divided_over(self, name: str, parameter: Tensor) -> list[tuple[str, ...]]:
+    def divided_over(self, name: str, parameter: Tensor) -> tuple[tuple[str, ...], ...]:
         """Return the axes, in groups, over whose ranks the parts of `parameter` are spread."""
         own = self.slices.get(name)
         shards = EXPERT_SHARDS if self.has_own_experts(name) else SHARDS
-        return [*([shards] if isinstance(parameter, DTensor) else []), *([] if own is None else [(own.axis,)])]
+        return (*([shards] if isinstance(parameter, DTensor) else ()), *(() if own is None else ((own.axis,),)))
 
     def shape(self, name: str, local: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
         """Return the full shape of the parameter `name` whose tensor-parallel part has the shape `local_part`."""
@@ -157,20 +157,13 @@ def _select_runs(runs: Runs, start: int, stop: int) -> Runs:
 def copy_local_part(
     tensor: Tensor, whole: Tensor, tp_slice: Slice | None = None, *, parameter: Tensor | None = None
 ) -> None:
-    """Copy this rank's part of `gather_full_tensor` into `tensor`, a parameter or a tensor sharded like the parameter
-    `parameter`."""
+    """Copy this rank's part of `whole` into `tensor`, a parameter or one that is sharded like `parameter`."""
     target = local_part(tensor)
     for dim, runs in enumerate(local_index_runs(tensor if parameter is None else parameter, tp_slice)):
         parts = [whole.narrow(dim, start, stop - start) for start, stop in runs] or [whole.narrow(dim, 0, 0)]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
     assert target.shape == whole.shape, (target.shape, whole.shape)
     target.copy_(whole)
-
-
-def gather_full_tensor(tensor: Tensor, *, world: ProcessMesh) -> Tensor:
-    """Return the full tensor of a parameter that is not sliced over tp (see `gather_full_tensors`)."""
-    only = {"": tensor}
-    return gather_full_tensors(only, parameters=only, layout=TensorParallelLayout(), world=world)[""]
 
 
 @torch.no_grad()
@@ -216,7 +209,7 @@ def gather_full_tensors(
     return parts
 
 
-def sum_parts(values: Tensor, divided: Sequence[list[tuple[str, ...]]], *, world: ProcessMesh) -> Tensor:
+def sum_parts(values: Tensor, divided: Sequence[tuple[tuple[str, ...], ...]], *, world: ProcessMesh) -> Tensor:
     """Return `values` [≥ n], computed from this rank's parts of n parameters, summed over all parts of each.
 
     divided: of each parameter, `TensorParallelLayout.divided_over`. Collective over these axes.

@@ -104,7 +104,9 @@ def predict_footprint(
     shards = mesh.dp * mesh.cp
     block, end = max(backbone.blocks) * block_width, max(backbone.ends, default=0) * weight_width
     absent_experts = backbone.expert_elements * (1 - 1 / mesh.ep) * block_width
-    unit = int(max(block - absent_experts, end)) // mesh.tp
+    # a head that is the embedding itself is split by tokens, not gathered
+    is_split = not (backbone.output or backbone.whole_rows or mesh.offload) and mesh.tp * mesh.pp == 1
+    unit = int(max(block - absent_experts, 0 if is_split else end)) // mesh.tp
     layers, ends = _fullest_rank(backbone, mesh, train)
     outer = sum(backbone.ends) * weight_width if mesh.pp == 1 else ends * end
     stage = int(layers * block + outer) // mesh.tp

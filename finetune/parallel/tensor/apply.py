@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...config import Mesh
 from ...models.anatomy import attention_modules, is_conv1d, unwrap_peft
 from ...models.checkpoint import canonical_name
 from ..layout import Slice, TensorParallelLayout
-from ..mesh import ProcessMesh
+from ..mesh import SHARDS, ProcessMesh
 from . import borders
 from .plans import MatchedExperts, MatchedRegion, PlanMatch, check_tensor_plan, match_plan
 from .vocabulary import VocabularySlice, split_embedding, split_head
@@ -55,6 +58,7 @@ def tensor_parallel(model: nn.Module, *, world: ProcessMesh, sequence_parallel: 
                 else:
                     slicer.slice_columns(layer, fused=matched.region.fused)
             slicer.slice_row(matched.row)
+            _sum_row_norms(matched.row, group)
             for count in matched.region.counts:
                 setattr(matched.entry, count, getattr(matched.entry, count) // width)
             if matched.region.gathered:
@@ -72,7 +76,7 @@ def tensor_parallel(model: nn.Module, *, world: ProcessMesh, sequence_parallel: 
         for island in islands:
             _gather_tokens_inside(island, group)
             slicer.keep_whole(island)
-        _cut_vocabulary(match, slicer, group)
+        _cut_vocabulary([*match.embeddings.values(), *filter(None, [match.head])], slicer, group)
         if sequence_parallel:
             _split_tokens(match, slicer, group)
             slicer.layout.splits_tokens = True
@@ -104,6 +108,19 @@ def _register_border_hooks(matched: MatchedRegion, group: dist.ProcessGroup, *, 
 
     matched.entry.register_forward_pre_hook(before, with_kwargs=True)
     matched.row.register_forward_hook(after)
+
+
+def _sum_row_norms(layer: Any, group: dist.ProcessGroup) -> None:
+    """Make DoRA's norms of a row layer those of whole rows of W0 + BA, of which each rank has some columns."""
+    for magnitude in getattr(layer, "lora_magnitude_vector", {}).values():
+
+        def norms(*args: Any, local: Callable[..., Tensor] = magnitude.get_weight_norm, **kwargs: Any) -> Tensor:
+            part = local(*args, **kwargs)
+            squares = part.detach().float().square()
+            dist.all_reduce(squares, group=group)
+            return squares.sqrt().to(part.dtype)
+
+        magnitude.get_weight_norm = norms
 
 
 def _gather_inside(matched: MatchedRegion, group: dist.ProcessGroup) -> None:
@@ -182,26 +199,53 @@ def _share_heads(layer: Any, matched: MatchedRegion, slicer: ParameterSlicer, gr
     layer.register_forward_hook(after)
 
 
-def _cut_vocabulary(match: PlanMatch, slicer: ParameterSlicer, group: dist.ProcessGroup) -> None:
-    def own_tokens(size: int) -> VocabularySlice:
+def _cut_vocabulary(
+    modules: Iterable[Any], slicer: ParameterSlicer, group: dist.ProcessGroup, *, rows_differ: bool = False
+) -> None:
+    """Slice embeddings and heads by tokens."""
+    for module in modules:
+        size = module.num_embeddings if isinstance(module, nn.Embedding) else module.out_features
         ((start, stop),) = Slice.part(0, size, rank=slicer.rank, width=slicer.width).runs
-        return VocabularySlice(start, stop, size, group)
+        tokens = VocabularySlice(start, stop, size, group, rows_differ)
+        slicer.slice(module.weight, 0)
+        if getattr(module, "bias", None) is not None:
+            slicer.slice(module.bias, 0)
+        (split_embedding if isinstance(module, nn.Embedding) else split_head)(module, tokens)
 
-    for embedding in match.embeddings.values():
-        tokens = own_tokens(embedding.num_embeddings)
-        slicer.slice(embedding.weight, 0)
-        split_embedding(embedding, tokens)
-    if match.head is not None:
-        tokens = own_tokens(match.head.out_features)
-        slicer.slice(match.head.weight, 0)
-        if match.head.bias is not None:
-            slicer.slice(match.head.bias, 0)
-        split_head(match.head, tokens)
+
+def split_tied_vocabulary(model: nn.Module, *, mesh: Mesh, world: ProcessMesh, layout: TensorParallelLayout) -> None:
+    """Slice frozen matrices that embeddings share with a plain head by tokens over the ranks of dp, ep and cp, and add
+    the slices to `layout`.
+
+    FSDP2 has one unit for a shared weight and would gather it for as long as the model computes. Call it before FSDP2.
+    Without effect beside tp, which slices the vocabulary itself, pp, whose stages share nothing, and `mesh.offload`;
+    for `mesh.zero` 1 or 2, which shard no frozen weights; and for an adapted matrix, which PEFT may read as a whole.
+    """
+    width = world.width(*SHARDS)
+    if width == 1 or mesh.zero < 3 or mesh.offload or world.width("tp", "pp") > 1:
+        return
+    slicer = ParameterSlicer(model, rank=world.index(*SHARDS), width=width, device=world.device)
+    holders: dict[nn.Parameter, list[Any]] = defaultdict(list)
+    adapted = set()
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "weight", None), nn.Parameter):
+            holders[module.weight].append(module)
+            if "base_layer" in name.split("."):
+                adapted.add(module.weight)
+    for weight, modules in holders.items():
+        heads = [module for module in modules if type(module) is nn.Linear]
+        others = [module for module in modules if module not in heads]
+        trained = any(parameter.requires_grad for module in modules for parameter in module.parameters())
+        plain = len(heads) == 1 and others and all(isinstance(module, nn.Embedding) for module in others)
+        step = -(-len(weight) // width)
+        if plain and not trained and weight not in adapted and step * (width - 1) < len(weight):
+            _cut_vocabulary(modules, slicer, world.group(*SHARDS), rows_differ=True)
+    layout.slices |= slicer.layout.slices
 
 
 def _split_tokens(match: PlanMatch, slicer: ParameterSlicer, group: dist.ProcessGroup) -> None:
-    """Split the tokens over the ranks from the first block's input to the last norm's output, and so also between
-    pipeline stages."""
+    """Split the tokens over the ranks from the first block's input to the output of the last norm, or of the last block
+    without one, and so also between pipeline stages."""
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if not torch.is_grad_enabled():
@@ -216,6 +260,8 @@ def _split_tokens(match: PlanMatch, slicer: ParameterSlicer, group: dist.Process
         blocks[0].register_forward_pre_hook(before)
     if match.norm is not None:
         match.norm.register_forward_hook(after)
+    elif not match.plan.norm and [*match.blocks][-1].endswith(f".{match.depth - 1}"):
+        blocks[-1].register_forward_hook(after)
     for module in (*blocks, *filter(None, [match.norm])):
         slicer.mark_partial(module)
 
@@ -257,7 +303,7 @@ class ParameterSlicer:
         self._placed.add(id(replacement))
 
     def slice_columns(self, layer: Any, *, fused: int = 1) -> None:
-        """Keep this rank's output rows of a column layer: of the weight, the bias and every adapter's B."""
+        """Keep this rank's output rows of a column layer: of the weight, bias, every adapter's B and magnitudes."""
         base = layer.base_layer if hasattr(layer, "lora_A") else layer
         self.slice(base.weight, 1 if is_conv1d(base) else 0, fused=fused)
         if base.bias is not None:
@@ -265,6 +311,8 @@ class ParameterSlicer:
         for up in getattr(layer, "lora_B", {}).values():
             self.slice(up.weight, 0, fused=fused)
             up.out_features = up.weight.shape[0]
+        for magnitude in getattr(layer, "lora_magnitude_vector", {}).values():
+            self.slice(magnitude.weight, 0, fused=fused)
         for down in getattr(layer, "lora_A", {}).values():
             self._mark(down.weight)
         size = base.weight.shape[1 if is_conv1d(base) else 0]
@@ -285,8 +333,8 @@ class ParameterSlicer:
         for down in getattr(layer, "lora_A", {}).values():
             self.slice(down.weight, 1)
             down.in_features = down.weight.shape[1]
-        for up in getattr(layer, "lora_B", {}).values():
-            self._mark(up.weight)
+        for whole in (*getattr(layer, "lora_B", {}).values(), *getattr(layer, "lora_magnitude_vector", {}).values()):
+            self._mark(whole.weight)
         size = base.weight.shape[0 if is_conv1d(base) else 1]
         setattr(base, "nx" if is_conv1d(base) else "in_features", size)
         layer.in_features = size

@@ -84,6 +84,8 @@ class PlanMatch:
     """Embeddings or an output head wrapped by PEFT."""
     head: nn.Linear | None = None
     norm: nn.Module | None = None
+    depth: int = 0
+    """Blocks of the whole model."""
 
 
 def match_plan(model: nn.Module) -> PlanMatch:
@@ -94,7 +96,7 @@ def match_plan(model: nn.Module) -> PlanMatch:
     plan = tensor_plan(base.config.model_type)
     heads = base.config.num_attention_heads
     attention = heads, getattr(base.config, "num_key_value_heads", None) or heads
-    match = PlanMatch(plan, attention)
+    match = PlanMatch(plan, attention, depth=base.config.num_hidden_layers)
     for name, module in base.named_modules():
         has_parameters = any(True for _ in module.parameters())
         if _has_suffix(name, plan.blocks) and has_parameters:
@@ -109,9 +111,12 @@ def match_plan(model: nn.Module) -> PlanMatch:
                 match.embeddings[name] = module
             else:
                 match.wrapped[name] = module
-        elif plan.norm is not None and _has_suffix(name, plan.norm) and not name.startswith(tuple(match.blocks)):
+        elif plan.norm and _has_suffix(name, plan.norm) and not name.startswith(tuple(match.blocks)):
             match.norm = module if "Norm" in type(module).__name__ else None  # another stage's is replaced
-    head = base.get_output_embeddings() if plan.embeddings else None
+    try:
+        head = base.get_output_embeddings() if plan.embeddings else None
+    except AttributeError:  # on another pipeline stage
+        head = None
     if isinstance(head, nn.Linear):
         match.head = head
     elif head is not None:
@@ -185,8 +190,8 @@ def check_tensor_plan(model: nn.Module, *, tp: int, sequence_parallel: bool) -> 
     base, match = unwrap_peft(model), match_plan(model)
     if sequence_parallel and not match.plan.sequence_parallel:
         raise UserError(
-            "mesh.sequence_parallel: no plan says after which norm the tokens of model type "
-            f"{base.config.model_type!r} are whole again; leave it off"
+            f"mesh.sequence_parallel: the tokens of model type {base.config.model_type!r} cannot be split: "
+            f"{match.plan.whole}; leave it off"
         )
     if sequence_parallel and (outside := _find_outside(match)) is not None:
         raise UserError(
@@ -258,10 +263,10 @@ def _find_misfit(match: PlanMatch, tp: int) -> str | None:
 
 
 def _check_layer(name: str, layer: Any) -> None:
-    if getattr(layer, "lora_variant", None):
+    if len(getattr(layer, "lora_variant", ())) > len(getattr(layer, "lora_magnitude_vector", ())):
         raise UserError(
-            f"mesh.tp: the adapter of {name} is a LoRA variant (DoRA) whose norms need whole rows; set adapter.dora "
-            "to false or leave mesh.tp at 1"
+            f"mesh.tp: the adapter of {name} is a LoRA variant other than DoRA, which cannot be cut along tp; leave "
+            "mesh.tp at 1"
         )
     base = getattr(layer, "base_layer", layer)
     whole = [p for n, p in layer.named_parameters() if p.requires_grad and ".lora_" not in f".{n}"]
