@@ -208,7 +208,7 @@ def find_family(kind: str) -> Family:
         why = refusal or "transformers has no plan for its blocks"
         return Family(None, (stack,) if stages else (), refusal=why)
     norm = stack.last[-1] if stages else None
-    plan = TensorPlan(f"{stack.blocks}.*", regions, stack.first[:1], norm, experts)
+    plan = TensorPlan(f"{stack.blocks}.*", regions, stack.first[:1], norm, experts=experts)
     attends = any(region.heads for region in regions)
     cut = stages or (regions and kind not in _ENTANGLED)
     return Family(plan, (stack,) if cut else (), attends and config in MODEL_FOR_CAUSAL_LM_MAPPING)
