@@ -431,10 +431,11 @@ class RoutedModules:
         left_out = [member for member in members if member not in self._in_pass]
         if not left_out or not torch.is_grad_enabled():
             return output
-        zero = sum(parameter.sum() for member in left_out for parameter in trainable(member).values()) * 0.0
-        if isinstance(output, Tensor):
-            return output + zero.to(output.dtype)
-        return (output[0] + zero.to(output[0].dtype), *output[1:])
+        first = output if isinstance(output, Tensor) else output[0]
+        for member in left_out:
+            for parameter in trainable(member).values():
+                first = first + (parameter.sum() * 0.0).to(first.dtype)
+        return first if isinstance(output, Tensor) else (first, *output[1:])
 
     def unused_parameters(self, world: ProcessMesh) -> list[str]:
         """Return the names of trained parameters that no rank has used since the last call, as in one process they

@@ -87,9 +87,9 @@ def check_mesh_equality(
         small = shrink_config(config, mesh)
     except Exception as error:  # each architecture validates its own configuration
         raise UserError(f"mesh: {config.model_type} on {world} {_NO_COPY} ({first_error_line(error)})") from error
-    own = train.backbone_dropout
-    rates = [rate for _, _, rate in dropout_rates(config)] if own is None else [own]
-    drops = max(adapter.dropout, *rates, 0.0) > 0
+    for owner, name, _ in dropout_rates(small) if train.backbone_dropout is not None else ():
+        setattr(owner, name, train.backbone_dropout)
+    drops = adapter.dropout > 0 or any(rate > 0 for _, _, rate in dropout_rates(small))
     key = record_digest(
         {
             "form": [_FORM, torch.__version__, transformers.__version__, peft.__version__],
@@ -100,13 +100,14 @@ def check_mesh_equality(
     file = cache_root() / "meshes" / f"{key}.json"
     answer = [_read_answer(file) if world.is_main else None]
     dist.broadcast_object_list(answer, src=0)
-    if answer[0] is None:
+    problem = answer[0]
+    if problem is None:
         case = SmallCase(small, task, settings, step, mesh, world, tuple(label_names or ()) or None)
-        answer = [case.find_problem(drops=drops)]
-        if world.is_main and not answer[0].startswith((_NO_COPY, _FAILS)):
-            write_cached_json(file, {"problem": answer[0]})
-    if answer[0]:
-        raise UserError(f"mesh: {config.model_type} on {world} {answer[0]}")
+        problem = case.find_problem(drops=drops)
+        if world.is_main and not problem.startswith((_NO_COPY, _FAILS)):
+            write_cached_json(file, {"problem": problem})
+    if problem:
+        raise UserError(f"mesh: {config.model_type} on {world} {problem}")
 
 
 def _read_answer(file: Path) -> str | None:
@@ -154,13 +155,13 @@ class SmallCase:
         return verdict[0]
 
     def save(self, folder: Path, dropout: float) -> Task:
-        """Write the copy to `folder` with its own dropout rates at `dropout`; return the task it is trained for."""
-        for owner, key, _ in dropout_rates(self.config):
-            setattr(owner, key, 0.0 if "layerdrop" in key else dropout)
+        """Write the copy to `folder`, with `dropout` for each of its own rates above 0 (layers are not left out); return
+        the task it is trained for."""
+        for owner, key, rate in dropout_rates(self.config):
+            setattr(owner, key, dropout if rate > 0 and "layerdrop" not in key else 0.0)
         task = LanguageModel() if self.task.traits.is_answer_level else self.task
-        auto = (
-            transformers.AutoModel if task.traits.has_new_head else auto_class(task, num_labels=2, label_names=None)[0]
-        )
+        with_head, _ = auto_class(task, num_labels=2, label_names=None)
+        auto = transformers.AutoModel if task.traits.has_new_head else with_head
         with quiet_transformers(), seeded_rng(_SEED, torch.device("cpu")):
             model: Any = auto.from_config(self.config, dtype=torch.float32, trust_remote_code=False)
             with torch.no_grad():

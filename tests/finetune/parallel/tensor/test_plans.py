@@ -41,7 +41,7 @@ def test_a_family_without_a_plan() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("CodeGen", "transformers has no plan for its blocks"),
+        ("BioGpt", "transformers has no plan for its blocks"),
         ("GptOss", "transformers has no plan for its blocks"),
         ("GraniteSWA", "splits its self_attn as local_params"),
         ("DeepseekV2", "splits its self_attn.kv_a_proj_with_mqa as mla_kv_a_proj"),
