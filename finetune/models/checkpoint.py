@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UserError, first_error_line
+from .dequantize import QuantizedTensor, find_quantized
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -41,6 +42,7 @@ DTYPES = {
     "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 _LENGTH = 8  # bytes that hold the header's length, little endian
 _LONGEST = 100_000_000  # bytes of a header, the limit of the format
@@ -55,6 +57,8 @@ class TensorEntry:
     shape: tuple[int, ...]
     offset: int
     """Byte offset of the tensor in its file, for reading in order."""
+    quantized: QuantizedTensor | None = None
+    """A weight that the files store quantised, of which this entry describes the floats."""
 
     @property
     def bytes(self) -> int:
@@ -156,16 +160,26 @@ class CheckpointFiles:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, model: PreTrainedModel, directory: Path) -> CheckpointFiles:
+    def of(
+        cls, model: PreTrainedModel, directory: Path, *, quantization: Mapping[str, Any] | None = None
+    ) -> CheckpointFiles:
         """Match the files of `directory` with `model`, unwrapped and unsharded, on meta.
 
         Weights that are tied in `model` but have different values in the files are untied, as in transformers.
 
-        Raises UserError as `read_index`.
+        quantization: `quantization_config` of config.json, if the files are quantised.
+        Raises UserError as `read_index`, or for quantised files that cannot be read as floats.
         """
         entries = read_index(directory)
+        if quantization is not None:
+            entries = _describe_floats(entries, quantization, directory)
         state = model.state_dict()
         keys, converted = _match_names(model, sorted(entries, key=_natural_sort_key), state)
+        if converted and quantization is not None:
+            raise UserError(
+                f"{directory} is quantised, and transformers builds {min(converted)} from several of its tensors, which "
+                "is done with floats only; take the unquantised one"
+            )
         _untie_different(model, keys, entries)
         for target, source in model.all_tied_weights_keys.items():
             for name, tied in ((target, source), (source, target)):
@@ -188,6 +202,27 @@ class CheckpointFiles:
             config=model.config,
             dtype=model.dtype,
         )
+
+
+def _describe_floats(
+    entries: dict[str, TensorEntry], quantization: Mapping[str, Any], directory: Path
+) -> dict[str, TensorEntry]:
+    """Return `entries` with one entry of floats for each weight that is stored quantised."""
+    weights = find_quantized(entries, quantization, context=str(directory))
+    stored = {key for weight in weights.values() for key, _ in weight.parts.values()}
+    floats = {key: entry for key, entry in entries.items() if key not in stored}
+    bare = [key for key, entry in floats.items() if entry.dtype.is_floating_point and entry.dtype.itemsize == 1]
+    if bare:
+        raise UserError(f"{directory}: the scales of {bare[0]} are not among its weights; take the unquantised one")
+    for name, weight in weights.items():
+        (first, *_) = (entries[key] for key, _ in weight.parts.values())
+        floats[name] = TensorEntry(first.file, torch.bfloat16, weight.shape, first.offset, weight)
+    return floats
+
+
+def open_slice(file: Any, key: str, entry: TensorEntry) -> Any:
+    """Return a view of the tensor `key` of an open safetensors `file`, which reads what it is indexed with."""
+    return file.get_slice(key) if entry.quantized is None else entry.quantized
 
 
 def _natural_sort_key(key: str) -> list[tuple[int, int | str]]:
@@ -259,7 +294,10 @@ def weight_reader(model: PreTrainedModel) -> Callable[[str], Tensor]:
     checkpoint: Any = model.checkpoint  # type: ignore[assignment]
 
     def tensor(key: str) -> Tensor:
-        with safe_open(checkpoint.entries[key].file, "pt") as file:
+        entry = checkpoint.entries[key]
+        if entry.quantized is not None:
+            return entry.quantized[:]
+        with safe_open(entry.file, "pt") as file:
             value: Tensor = file.get_tensor(key)
         return value
 
@@ -295,7 +333,7 @@ def _are_tensors_equal(key_a: str, key_b: str, entries: dict[str, TensorEntry]) 
     if a.shape != b.shape:
         return False
     with safe_open(a.file, "pt") as file_a, safe_open(b.file, "pt") as file_b:
-        rows_a, rows_b = file_a.get_slice(key_a), file_b.get_slice(key_b)
+        rows_a, rows_b = open_slice(file_a, key_a, a), open_slice(file_b, key_b, b)
         rows = max(1, (4 << 20) // max(1, a.bytes // max(1, a.shape[0])))
         starts = range(0, a.shape[0], rows)
         return all(torch.equal(rows_a[s : s + rows], rows_b[s : s + rows]) for s in starts)

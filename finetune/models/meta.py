@@ -50,7 +50,8 @@ def build_skeleton(
     other tensor to its file (`flatshift.finetune.parallel.weights.load_weights`). The global random state is not
     touched.
 
-    Raises UserError as `load_backbone`; or a weight file is missing or cut short; or the backbone is already quantised.
+    Raises UserError as `load_backbone`; or a weight file is missing or cut short; or it is quantised in
+    a format that is not read (`flatshift.finetune.models.dequantize`).
     """
     backbone = open_backbone(name)
     model_class, options = auto_class(task, num_labels=num_labels, label_names=label_names)
@@ -62,13 +63,11 @@ def build_skeleton(
         raise
     except REFUSED as error:
         raise loading_error(error, task, context) from error
-    if getattr(model.config, "quantization_config", None) is not None:
-        raise UserError(
-            f"{context} is quantised already, and neither a mesh nor train.quantization begins with that; take the "
-            "unquantised one, or one device and no train.quantization"
-        )
     check_dropout(model, dropout, context)
-    checkpoint = CheckpointFiles.of(model, backbone.directory)
+    quantization = stored_quantization(model.config)
+    if quantization is not None:  # the model has floats
+        del model.config.quantization_config
+    checkpoint = CheckpointFiles.of(model, backbone.directory, quantization=quantization)
     if checkpoint.mismatched and not options:
         mismatched = checkpoint.mismatched[0]
         raise UserError(
@@ -78,6 +77,12 @@ def build_skeleton(
     finalize_model(model, report, backbone=backbone, task=task)
     model.checkpoint = checkpoint
     return model
+
+
+def stored_quantization(config: Any) -> dict[str, Any] | None:
+    """Return `quantization_config` of a backbone's configuration; None if its files hold floats."""
+    stored = getattr(config, "quantization_config", None)
+    return stored if stored is None or isinstance(stored, dict) else stored.to_dict()
 
 
 def empty_model(

@@ -23,9 +23,16 @@ from ..config import Adapter, Mesh, Train
 from ..errors import UserError
 from ..figures import format_bytes
 from ..models.anatomy import is_conv1d
+from ..models.backbone import open_backbone
 from ..models.checkpoint import canonical_name
 from ..models.load import load_backbone
-from ..models.quantize import describe_quantization, unwrap_packed
+from ..models.quantize import (
+    check_available,
+    describe_quantization,
+    is_four_bit,
+    prepare_quantized,
+    quantize_skeleton,
+)
 from ..tasks import Task
 from .activation_checkpoint import checkpoint_activations
 from .engine import Engine
@@ -59,7 +66,7 @@ def build_engine(
     """
     if train.precision == "auto":
         train = dataclasses.replace(train, precision="fp32")
-    if world.size > 1 and train.quantization is None:
+    if world.size > 1 and train.quantization != "int8":
         return _build_mesh_engine(
             backbone, task=task, adapter=adapter, train=train, mesh=mesh, world=world, label_names=label_names, log=log
         )
@@ -125,11 +132,7 @@ def check_mesh_support(model: Any) -> None:
 
 
 def _build_quantised_engine(model: Any, *, train: Train, mesh: Mesh, world: ProcessMesh) -> Engine:
-    """Return the engine of a quantised base model, which every rank reads and quantises whole before keeping its shard.
-
-    This takes a quarter or half of its bytes in bf16: blocks of packed values do not follow the rows by which files are
-    read, and double quantisation needs all scales of a weight.
-    """
+    """Return the engine of a base model in int8, which every rank keeps whole."""
     from .context import ContextParallel, check_context
     from .fsdp import shard
 
@@ -138,8 +141,6 @@ def _build_quantised_engine(model: Any, *, train: Train, mesh: Mesh, world: Proc
         check_context(model)
     tokens = ContextParallel(world).attach(model) if mesh.cp > 1 else None
     checkpoint_activations(model, train.checkpointing)
-    if world.width("dp", "cp") > 1 and mesh.zero == 3:
-        unwrap_packed(model)
     sharding = shard(model, mesh=mesh, world=world)
     return Engine(model, world, sharding=sharding, tokens=tokens, multiple=1 if tokens is None else tokens.multiple)
 
@@ -157,6 +158,7 @@ def _build_mesh_engine(
 ) -> Engine:
     from ..models.meta import build_skeleton
     from .context import ContextParallel, check_context
+    from .four_bit import pack_layers
     from .fsdp import shard
     from .pipeline import PipelineRunner, build_rank_stages
     from .tensor import check_tensor_plan, tensor_parallel
@@ -166,8 +168,11 @@ def _build_mesh_engine(
         skeleton = build_skeleton(
             backbone, task=task, label_names=label_names, precision=train.precision, dropout=train.backbone_dropout
         )
+        if train.quantization is not None:
+            quantize_skeleton(skeleton, train.quantization, context=open_backbone(backbone).where)
         return attach_on_meta(skeleton, adapter, task=task, dtype=adapter_dtype(train))
 
+    check_available(train.quantization)
     model = build_model()
     check_mesh_support(model)
     base = model.get_base_model()
@@ -182,11 +187,15 @@ def _build_mesh_engine(
     layout = tensor_parallel(model, world=world, sequence_parallel=mesh.sequence_parallel)
     tokens = ContextParallel(world).attach(model) if mesh.cp > 1 else None
     checkpoint_activations(model, train.checkpointing)
+    packed = pack_layers(model, layout)
     sharding = shard(model, mesh=mesh, world=world, reshard=False if mesh.pp > 1 else None)
     materialize(model, world.device, offload=mesh.offload)
-    loaded = load_weights(model, checkpoint, layout=layout, world=world)
+    loaded = load_weights(model, checkpoint, layout=layout, world=world, packed=packed)
+    prepare_quantized(model)
     rate = loaded.bytes / max(loaded.seconds, 1e-9)
     log(f"read {format_bytes(loaded.bytes)} of weights at {format_bytes(round(rate))}/s")
+    if train.quantization is not None:
+        log(describe_quantization(model, train.quantization))
     engine = Engine(
         model,
         world,
@@ -206,6 +215,7 @@ def _initialise_missing_parameters(
 ) -> None:
     """Initialise by name every parameter that no file has: adapters, new heads and PEFT's frozen copy of them; DoRA's
     magnitudes by the row norms of the base model, gathered one layer at a time."""
+    from .four_bit import gather_dequantized
     from .layout import copy_local_part, gather_full_tensor
 
     parameters = dict(engine.model.named_parameters())
@@ -221,7 +231,10 @@ def _initialise_missing_parameters(
         if "default" not in (getattr(module, "lora_magnitude_vector", None) or ()):
             continue
         base = module.get_base_layer()
-        weight = gather_full_tensor(base.weight, world=engine.world)
+        if is_four_bit(base):
+            weight = gather_dequantized(base, world=engine.world)
+        else:
+            weight = gather_full_tensor(base.weight, world=engine.world)
         norms = torch.linalg.vector_norm(weight, dim=0 if is_conv1d(base) else 1)
         magnitude = parameters[f"{name}.lora_magnitude_vector.default.weight"]
         copy_local_part(magnitude, norms.to(magnitude.dtype).reshape(magnitude.shape))

@@ -11,9 +11,11 @@ import itertools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +24,9 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import UserError, is_out_of_memory
 from ..models.backbone import REFUSED, quiet_transformers
-from ..models.checkpoint import CheckpointFiles, canonical_name
-from .layout import Runs, TensorParallelLayout, copy_local_part, local_index_runs, local_part
+from ..models.checkpoint import CheckpointFiles, canonical_name, open_slice
+from .four_bit import quantize_rows
+from .layout import Runs, Slice, TensorParallelLayout, copy_local_part, local_index_runs, local_part, select_runs
 from .mesh import ProcessMesh
 
 _PIECE = 8 << 20  # bytes of the file copied at once
@@ -67,49 +70,67 @@ def materialize(model: nn.Module, device: torch.device | str, *, offload: bool =
 
 @torch.no_grad()
 def load_weights(
-    model: nn.Module, checkpoint: CheckpointFiles, *, layout: TensorParallelLayout, world: ProcessMesh
+    model: nn.Module,
+    checkpoint: CheckpointFiles,
+    *,
+    layout: TensorParallelLayout,
+    world: ProcessMesh,
+    packed: Mapping[str, Any] | None = None,
 ) -> LoadResult:
     """Fill the base model's tensors in `model`: a whole model or a pipeline's part of it, with PEFT, sliced, sharded.
 
-    Collective if and only if `checkpoint.converted` is not empty: then every rank of the default group calls it once.
+    Collective if `checkpoint.converted` is not empty, or scales are quantised too (nf4-double): then every rank of the
+    default group calls it once.
+
+    packed: the 4-bit layers by the names of their weights (`flatshift.finetune.parallel.four_bit.pack_layers`).
     Raises UserError for a file that changed since its header was read, or that transformers cannot convert.
     """
     began, count = time.monotonic(), 0
-    targets, unread = _tensors_to_load(model, checkpoint)
-    files: dict[Path, list[tuple[str, Tensor]]] = defaultdict(list)
+    targets, unread = _tensors_to_load(model, checkpoint, packed := packed or {})
+    files: dict[Path, list[tuple[str, Any]]] = defaultdict(list)
     for name, tensor in targets:
-        assert checkpoint.shapes[name] == layout.shape(name, tensor.shape), name
+        assert name in packed or checkpoint.shapes[name] == layout.shape(name, tensor.shape), name
         if name in checkpoint.keys:
             files[checkpoint.entries[checkpoint.keys[name]].file].append((name, tensor))
     for file, tensors in files.items():
         tensors.sort(key=lambda pair: checkpoint.entries[checkpoint.keys[pair[0]]].offset)
-        count += _read_file(file, tensors, checkpoint, layout)
+        count += _read_file(file, tensors, checkpoint, layout, world)
     if checkpoint.converted:
         converted = [(name, tensor) for name, tensor in targets if name in checkpoint.converted]
         _broadcast_converted(converted, checkpoint, layout, world)
     return LoadResult(count, time.monotonic() - began, tuple(unread))
 
 
-def _tensors_to_load(model: nn.Module, checkpoint: CheckpointFiles) -> tuple[list[tuple[str, Tensor]], list[str]]:
-    """Return the tensors to fill by canonical name (a name may occur twice: a head and PEFT's copy of it), and the full
-    names of the other parameters."""
+def _tensors_to_load(
+    model: nn.Module, checkpoint: CheckpointFiles, packed: Mapping[str, Any]
+) -> tuple[list[tuple[str, Any]], list[str]]:
+    """Return the tensors and the `packed` layers to fill by canonical name (a name may occur twice: a head and PEFT's
+    copy of it), and the full names of the other parameters."""
+    quantized = {id(part) for layer in packed.values() for part in (layer.weight, layer.absmax)}
     new = {*checkpoint.missing, *checkpoint.mismatched} - set(checkpoint.keys)
-    targets: list[tuple[str, Tensor]] = []
+    targets: list[tuple[str, Any]] = []
     unread = []
     for full, parameter in model.named_parameters():
         name = canonical_name(full)
+        if id(parameter) in quantized:
+            continue
         if name in checkpoint.keys or name in checkpoint.converted:
             targets.append((name, parameter))
         else:
             assert name in new or name not in checkpoint.shapes, name
             unread.append(full)
     targets += [(canonical_name(n), b) for n, b in model.named_buffers() if canonical_name(n) in checkpoint.keys]
-    return [(name, tensor.detach()) for name, tensor in targets], unread
+    return [*((name, tensor.detach()) for name, tensor in targets), *packed.items()], unread
 
 
 def _read_file(
-    file: Path, tensors: list[tuple[str, Tensor]], checkpoint: CheckpointFiles, layout: TensorParallelLayout
+    file: Path,
+    tensors: list[tuple[str, Any]],
+    checkpoint: CheckpointFiles,
+    layout: TensorParallelLayout,
+    world: ProcessMesh,
 ) -> int:
+    """Fill tensors and 4-bit layers from one file, and return the bytes read."""
     from safetensors import SafetensorError, safe_open
 
     count = 0
@@ -117,11 +138,17 @@ def _read_file(
         with safe_open(file, "pt") as source:
             for name, tensor in tensors:
                 key = checkpoint.keys[name]
+                if isinstance(tensor, nn.Module):
+                    rows = _RowReader(open_slice(source, key, checkpoint.entries[key]), tensor, layout.slices.get(name))
+                    quantize_rows(tensor, rows.read, dtype=checkpoint.dtype, world=world)
+                    count += rows.count * checkpoint.entries[key].dtype.itemsize
+                    continue
                 if tensor.ndim == 0:
                     local_part(tensor).copy_(source.get_tensor(key))
                     count += checkpoint.entries[key].bytes
                     continue
-                view, size = source.get_slice(key), checkpoint.entries[key].dtype.itemsize
+                entry = checkpoint.entries[key]
+                view, size = open_slice(source, key, entry), entry.dtype.itemsize
                 for file_slices, local_slices in _copy_slices(local_index_runs(tensor, layout.slices.get(name)), size):
                     part = local_part(tensor)[local_slices]
                     part.copy_(view[file_slices])
@@ -131,6 +158,31 @@ def _read_file(
             raise
         raise UserError(f"{file} cannot be read any more ({str(error).splitlines()[0]}); was it replaced?") from error
     return count
+
+
+class _RowReader:
+    """Reads rows of the tensor-parallel part of a layer's weight, which GPT-2's files have with columns first."""
+
+    def __init__(self, view: Any, layer: Any, own: Slice | None) -> None:
+        """Args: view: the tensor in its file; own: the part."""
+        self.view, self.transposed = view, layer.source_cls is not nn.Linear
+        self.runs: list[Runs] = [((0, size),) for size in layer.float_shape]
+        if own is not None:
+            self.runs[own.dim] = own.runs
+        self.count = 0
+        """Values read so far."""
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return the rows `start` to `stop` of the part."""
+        runs = select_runs(self.runs[0], start, stop), self.runs[1]
+        rows = torch.cat([torch.cat([self._view(row, column) for column in runs[1]], 1) for row in runs[0]])
+        self.count += rows.numel()
+        return rows
+
+    def _view(self, row: tuple[int, int], column: tuple[int, int]) -> Tensor:
+        rows, columns = slice(*row), slice(*column)
+        values: Tensor = self.view[columns, rows].T if self.transposed else self.view[rows, columns]
+        return values
 
 
 def _copy_slices(dims: list[Runs], itemsize: int) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
@@ -149,7 +201,7 @@ def _copy_slices(dims: list[Runs], itemsize: int) -> Iterator[tuple[tuple[slice,
 
 
 def _broadcast_converted(
-    tensors: list[tuple[str, Tensor]], checkpoint: CheckpointFiles, layout: TensorParallelLayout, world: ProcessMesh
+    tensors: list[tuple[str, Any]], checkpoint: CheckpointFiles, layout: TensorParallelLayout, world: ProcessMesh
 ) -> None:
     """Load the model with transformers on rank 0 and broadcast its converted tensors one by one."""
     state: dict[str, Tensor] = {}
@@ -182,4 +234,12 @@ def _broadcast_converted(
             whole = whole.to(world.device, checkpoint.dtype)
             dist.broadcast(whole.view(-1).view(torch.uint8), src=0)
         for tensor in by_name[name]:
-            copy_local_part(tensor, whole, layout.slices.get(name))
+            if isinstance(tensor, nn.Module):
+                own = whole if name not in layout.slices else layout.slices[name].take(whole)
+                quantize_rows(tensor, partial(_rows, own), dtype=checkpoint.dtype, world=world)
+            else:
+                copy_local_part(tensor, whole, layout.slices.get(name))
+
+
+def _rows(weight: Tensor, start: int, stop: int) -> Tensor:
+    return weight[start:stop]
