@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..atomic import read_json_object
 from ..errors import UserError, first_error_line
 from .dequantize import QuantizedTensor, find_quantized
 
@@ -133,6 +134,32 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
     return entries
 
 
+def read_floats(directory: Path) -> dict[str, TensorEntry]:
+    """Return the tensors of `read_index`, with one of floats for each weight that the files store quantised.
+
+    Raises UserError as `read_index`, or for a quantisation that is not read (`flatshift.finetune.models.dequantize`).
+    """
+    entries, config = read_index(directory), directory / "config.json"
+    settings = read_json_object(config, fix="fetch the backbone again").get("quantization_config")
+    if settings is None:
+        return entries
+    weights = find_quantized(entries, settings if isinstance(settings, dict) else {}, context=str(directory))
+    stored = {key for weight in weights.values() for key, _ in weight.parts.values()}
+    floats = {key: entry for key, entry in entries.items() if key not in stored}
+    bare = [key for key, entry in floats.items() if entry.dtype.is_floating_point and entry.dtype.itemsize == 1]
+    if bare:
+        raise UserError(f"{directory}: the scales of {bare[0]} are not among its weights; take the unquantised one")
+    for name, weight in weights.items():
+        (first, *_) = (entries[key] for key, _ in weight.parts.values())
+        floats[name] = TensorEntry(first.file, torch.bfloat16, weight.shape, first.offset, weight)
+    return floats
+
+
+def open_slice(file: Any, key: str, entry: TensorEntry) -> Any:
+    """Return a view of the tensor `key` of an open safetensors `file`, which reads what it is indexed with."""
+    return file.get_slice(key) if entry.quantized is None else entry.quantized
+
+
 _WRAPPER = re.compile(r"(^|\.)(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)(?=\.|$)")
 _PART = re.compile(r"^part\d+\.")
 _BASE_LAYER = re.compile(r"\.base_layer(?!\.lora_)")
@@ -160,25 +187,20 @@ class CheckpointFiles:
     dtype: torch.dtype
 
     @classmethod
-    def of(
-        cls, model: PreTrainedModel, directory: Path, *, quantization: Mapping[str, Any] | None = None
-    ) -> CheckpointFiles:
+    def of(cls, model: PreTrainedModel, directory: Path) -> CheckpointFiles:
         """Match the files of `directory` with `model`, unwrapped and unsharded, on meta.
 
         Weights that are tied in `model` but have different values in the files are untied, as in transformers.
 
-        quantization: `quantization_config` of config.json, if the files are quantised.
-        Raises UserError as `read_index`, or for quantised files that cannot be read as floats.
+        Raises UserError as `read_floats`, or for quantised weights that need a conversion.
         """
-        entries = read_index(directory)
-        if quantization is not None:
-            entries = _describe_floats(entries, quantization, directory)
+        entries = read_floats(directory)
         state = model.state_dict()
         keys, converted = _match_names(model, sorted(entries, key=_natural_sort_key), state)
-        if converted and quantization is not None:
+        if converted and any(entry.quantized is not None for entry in entries.values()):
             raise UserError(
-                f"{directory} is quantised, and transformers builds {min(converted)} from several of its tensors, which "
-                "is done with floats only; take the unquantised one"
+                f"{directory} is quantised, and transformers builds {min(converted)} from several of its tensors, "
+                "which is done with floats only; take the unquantised one"
             )
         _untie_different(model, keys, entries)
         for target, source in model.all_tied_weights_keys.items():
@@ -202,27 +224,6 @@ class CheckpointFiles:
             config=model.config,
             dtype=model.dtype,
         )
-
-
-def _describe_floats(
-    entries: dict[str, TensorEntry], quantization: Mapping[str, Any], directory: Path
-) -> dict[str, TensorEntry]:
-    """Return `entries` with one entry of floats for each weight that is stored quantised."""
-    weights = find_quantized(entries, quantization, context=str(directory))
-    stored = {key for weight in weights.values() for key, _ in weight.parts.values()}
-    floats = {key: entry for key, entry in entries.items() if key not in stored}
-    bare = [key for key, entry in floats.items() if entry.dtype.is_floating_point and entry.dtype.itemsize == 1]
-    if bare:
-        raise UserError(f"{directory}: the scales of {bare[0]} are not among its weights; take the unquantised one")
-    for name, weight in weights.items():
-        (first, *_) = (entries[key] for key, _ in weight.parts.values())
-        floats[name] = TensorEntry(first.file, torch.bfloat16, weight.shape, first.offset, weight)
-    return floats
-
-
-def open_slice(file: Any, key: str, entry: TensorEntry) -> Any:
-    """Return a view of the tensor `key` of an open safetensors `file`, which reads what it is indexed with."""
-    return file.get_slice(key) if entry.quantized is None else entry.quantized
 
 
 def _natural_sort_key(key: str) -> list[tuple[int, int | str]]:

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..atomic import read_json_object
 from ..errors import UserError
 
 
@@ -64,6 +65,12 @@ class QuantizedTensor:
         return stored
 
 
+def has_quantized_files(directory: Path) -> bool:
+    """True if the weights in `directory` are quantised in a format that is read here."""
+    settings = read_json_object(directory / "config.json", fix="fetch the backbone again").get("quantization_config")
+    return isinstance(settings, dict) and settings.get("quant_method") in METHODS
+
+
 def find_quantized(
     entries: Mapping[str, StoredTensor], settings: Mapping[str, Any], *, context: str
 ) -> dict[str, QuantizedTensor]:
@@ -91,7 +98,10 @@ def find_quantized(
             missing = [other for other in others if other not in parts and other != ".g_idx"]
             if missing:
                 raise UserError(f"{context}: its weights lack {stem}{missing[0]}; the checkpoint is not complete")
-            shape = _float_shape(method, parts, settings)
+            try:
+                shape = _float_shape({part: entry.shape for part, (_, entry) in parts.items()}, settings)
+            except ValueError as error:
+                raise UserError(f"{context}: {key} and its scales do not fit ({error}); fetch it again") from error
             weights[stem + ending] = QuantizedTensor(shape, parts, settings)
     return weights
 
@@ -113,28 +123,43 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position of each of eight outputs in a 
 
 
 def _unreadable_setting(settings: Mapping[str, Any]) -> str | None:
-    method, bits = settings["quant_method"], settings.get("bits", 4)
+    method, bits, group = settings["quant_method"], settings.get("bits", 4), settings.get("group_size", 128)
     if method == "gptq" and bits not in (2, 4, 8):
         return f"gptq in {bits} bits"
     if method == "gptq" and settings.get("checkpoint_format", "gptq") not in ("gptq", "gptq_v2"):
         return f"gptq's checkpoint_format {settings['checkpoint_format']}"
     if method == "awq" and (bits != 4 or str(settings.get("version", "gemm")).lower() != "gemm"):
         return f"awq in {bits} bits, version {settings.get('version')}"
+    if not isinstance(group, int) or group == 0:
+        return f"group_size {group}"
     return None
 
 
-def _float_shape(
-    method: str, parts: Mapping[str, tuple[str, StoredTensor]], settings: Mapping[str, Any]
-) -> tuple[int, ...]:
-    shapes = {part: entry.shape for part, (_, entry) in parts.items()}
+def _float_shape(shapes: Mapping[str, tuple[int, ...]], settings: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the shape of the floats of tensors with these shapes. Raises ValueError if the shapes do not fit."""
+    method = settings["quant_method"]
     if method == "fp8":
-        return shapes[""]
+        shape, grid = shapes[""], shapes["_scale_inv"]
+        if math.prod(grid) != 1 and (len(grid) < 2 or grid[:-2] != shape[:-2]):
+            raise ValueError(f"scales {list(grid)} of {list(shape)}")
+        for dim in (-2, -1) if math.prod(grid) != 1 else ():
+            _block_size(shape[dim], grid[dim], settings, dim)
+        return shape
     if method == "mxfp4":
-        experts, outputs, groups, _ = shapes["_blocks"]
-        return experts, groups * _MX_BLOCK, outputs  # transformers' experts multiply from the right
-    rows, columns = shapes[".qweight"]
+        blocks, scales = shapes["_blocks"], shapes["_scales"]
+        if len(blocks) != 4 or blocks[-1] != _MX_BLOCK // 2 or scales != blocks[:-1]:
+            raise ValueError(f"scales {list(scales)} of {list(blocks)}")
+        return blocks[0], blocks[2] * _MX_BLOCK, blocks[1]  # transformers' experts multiply from the right
     packed = _WORD // settings.get("bits", 4)
-    return (columns, rows * packed) if method == "gptq" else (columns * packed, rows)
+    rows, columns = shapes[".qweight"]
+    inputs, outputs = (rows * packed, columns) if method == "gptq" else (rows, columns * packed)
+    group = settings.get("group_size", 128)
+    groups = 1 if group < 0 else -(-inputs // group)
+    if shapes[".scales"] != (groups, outputs) or shapes[".qzeros"] != (groups, -(-outputs // packed)):
+        raise ValueError(f"{groups} groups of {inputs} × {outputs}: {[list(shape) for shape in shapes.values()]}")
+    if shapes.get(".g_idx", (inputs,)) != (inputs,):
+        raise ValueError(f"{inputs} inputs, g_idx {list(shapes['.g_idx'])}")
+    return outputs, inputs
 
 
 def _read_fp8(weight: QuantizedTensor, *index: slice) -> Tensor:
@@ -143,7 +168,7 @@ def _read_fp8(weight: QuantizedTensor, *index: slice) -> Tensor:
     if math.prod(grid) == 1:
         return values * _scale_values(weight.read("_scale_inv", *[slice(None)] * len(grid)))
     *outer, rows, columns = index
-    block = [_block_size(weight, dim, grid[dim]) for dim in (-2, -1)]
+    block = [_block_size(weight.shape[dim], grid[dim], weight.settings, dim) for dim in (-2, -1)]
     spans = [
         slice(each.start // size, -(-each.stop // size)) for each, size in zip((rows, columns), block, strict=True)
     ]
@@ -153,16 +178,15 @@ def _read_fp8(weight: QuantizedTensor, *index: slice) -> Tensor:
     return values * scales[..., row[:, None], column]
 
 
-def _block_size(weight: QuantizedTensor, dim: int, count: int) -> int:
-    """Return the values along `dim` that share one of `count` scales: as config.json says, else equally many."""
-    size = weight.shape[dim]
-    sizes = [*(weight.settings.get("weight_block_size") or ())][-2:]
-    stated = sizes[dim] if len(sizes) == 2 else 0
-    if stated and -(-size // stated) == count:
-        return int(stated)
-    if size % count:
-        key, entry = weight.parts[""]
-        raise UserError(f"{entry.file}: {count} scales do not divide the {size} values of {key}; fetch it again")
+def _block_size(size: int, count: int, settings: Mapping[str, Any], dim: int) -> int:
+    """Return the values of `size` that share one of `count` scales: as config.json says, else equally many. Raises
+    ValueError if neither fits."""
+    stated = settings.get("weight_block_size")
+    block = stated[dim] if isinstance(stated, list | tuple) and len(stated) == 2 else None
+    if isinstance(block, int) and block > 0 and -(-size // block) == count:
+        return block
+    if not count or size % count:
+        raise ValueError(f"{count} scales for {size} values")
     return size // count
 
 
@@ -189,6 +213,9 @@ def _read_gptq(weight: QuantizedTensor, outputs: slice, inputs: slice) -> Tensor
     else:
         groups = _consecutive_groups(weight, inputs)
     own = slice(int(groups.min()), int(groups.max()) + 1)
+    key, entry = weight.parts[".scales"]
+    if own.start < 0 or own.stop > entry.shape[0]:
+        raise UserError(f"{entry.file}: g_idx beside {key} names groups that do not exist; fetch it again")
     zeros = _unpack_words(weight, ".qzeros", own, outputs, bits=bits, dim=1)
     if weight.settings.get("checkpoint_format", "gptq") == "gptq":  # it stores one less, in the same bits
         zeros = (zeros + 1) & (2**bits - 1)

@@ -16,8 +16,8 @@ from ..config import Precision, Quantization
 from ..errors import UserError, first_error_line
 from .backbone import REFUSED, Backbone, BackboneTask, auto_class, loading_error, open_backbone, quiet_transformers
 from .checkpoint import weight_reader
-from .dequantize import METHODS
-from .meta import build_skeleton, check_dropout, configure_backbone, finalize_model, stored_quantization
+from .dequantize import has_quantized_files
+from .meta import build_skeleton, check_dropout, configure_backbone, finalize_model
 from .quantize import (
     check_available,
     import_bitsandbytes,
@@ -70,7 +70,7 @@ def load_backbone(
     # a checkpoint's head for other classes is replaced by a new one
     options: dict[str, Any] = {"ignore_mismatched_sizes": True} if task.traits.is_sequence_level else {}
     dtype = loading_dtype(precision, directory, device, narrow=narrow)
-    if (stored_quantization(backbone.own_config(settings)) or {}).get("quant_method") in METHODS:
+    if has_quantized_files(directory):
         model = build_skeleton(
             backbone,
             task=task,

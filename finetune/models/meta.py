@@ -64,10 +64,8 @@ def build_skeleton(
     except REFUSED as error:
         raise loading_error(error, task, context) from error
     check_dropout(model, dropout, context)
-    quantization = stored_quantization(model.config)
-    if quantization is not None:  # the model has floats
-        del model.config.quantization_config
-    checkpoint = CheckpointFiles.of(model, backbone.directory, quantization=quantization)
+    checkpoint = CheckpointFiles.of(model, backbone.directory)
+    vars(model.config).pop("quantization_config", None)  # what it describes is read as floats
     if checkpoint.mismatched and not options:
         mismatched = checkpoint.mismatched[0]
         raise UserError(
@@ -77,12 +75,6 @@ def build_skeleton(
     finalize_model(model, report, backbone=backbone, task=task)
     model.checkpoint = checkpoint
     return model
-
-
-def stored_quantization(config: Any) -> dict[str, Any] | None:
-    """Return `quantization_config` of a backbone's configuration; None if its files hold floats."""
-    stored = getattr(config, "quantization_config", None)
-    return stored if stored is None or isinstance(stored, dict) else stored.to_dict()
 
 
 def empty_model(

@@ -113,6 +113,8 @@ class BackboneSizes:
                 raise UserError(
                     f"{file} has {key} {shorten(str(value), 40)}, which is no size; fetch the backbone again"
                 )
+        if config.get("quantization_config") is not None:  # of the floats that training begins with
+            return _sizes_from_config(config, adapter, str(directory))
         return cls.of(config, _read_shapes(directory), adapter, str(directory))
 
     @classmethod
