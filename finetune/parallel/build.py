@@ -158,11 +158,10 @@ def _build_mesh_engine(
 ) -> Engine:
     from ..models.meta import build_skeleton
     from .context import ContextParallel, check_context
-    from .four_bit import pack_layers
     from .fsdp import shard
     from .pipeline import PipelineRunner, build_rank_stages
     from .tensor import check_tensor_plan, tensor_parallel
-    from .weights import load_weights, materialize
+    from .weights import load_weights, materialize, pack_layers
 
     def build_model() -> Any:
         skeleton = build_skeleton(
@@ -215,8 +214,8 @@ def _initialise_missing_parameters(
 ) -> None:
     """Initialise by name every parameter that no file has: adapters, new heads and PEFT's frozen copy of them; DoRA's
     magnitudes by the row norms of the base model, gathered one layer at a time."""
-    from .four_bit import gather_dequantized
     from .layout import copy_local_part, gather_full_tensor
+    from .weights import gather_dequantized
 
     parameters = dict(engine.model.named_parameters())
     for full in unread:

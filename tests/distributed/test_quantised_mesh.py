@@ -18,7 +18,7 @@ from flatshift.finetune.config import Adapter, Mesh, Quantization, Train
 from flatshift.finetune.models.checkpoint import canonical_name
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.models.quantize import quantization_scales
-from flatshift.finetune.parallel import four_bit
+from flatshift.finetune.parallel import weights
 from flatshift.finetune.parallel.build import build_engine
 from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.parallel.layout import TensorParallelLayout, gather_full_tensors, local_part
@@ -27,6 +27,7 @@ from flatshift.finetune.tasks import LanguageModel
 from flatshift.regularizers import GGPO, build
 from tests.support.distributed_ranks import run_ranks
 from tests.support.finetune_models import save_backbone
+from tests.support.quantized_files import FORMATS, quantized_copy
 from tests.support.regularizer_models import tokens
 
 pytestmark = pytest.mark.skipif(
@@ -204,7 +205,7 @@ class Packed:
 
 def packed_layers(source: str, kind: Quantization, mesh: Mesh, piece: int) -> tuple[dict[str, Packed], int, int]:
     """Every 4-bit layer of this rank, and the bytes at the worst moment of loading and those that stay of the model."""
-    four_bit._PIECE = piece
+    weights._PIECE = piece
     device = torch.device("cpu")
     world = ProcessMesh.of(mesh, device)
     engines: list[Engine] = []
@@ -272,6 +273,19 @@ def test_shards_are_parts_of_the_quantised_whole(kind: Quantization, family: str
             if state.nested:
                 assert torch.equal(part.tensors["nested"], state.state2.absmax), name
                 assert part.tensors["offset"] == state.offset, name
+
+
+def test_quantised_files_are_packed_anew_by_shards(tmp_path: Path) -> None:
+    """Three ranks read slices of gptq's integers, which pack eight inputs each, in an order of groups of their own."""
+    source = save_backbone("llama", tmp_path / "floats", hidden_size=64, intermediate_size=128)
+    settings, pack = FORMATS["gptq, 8 bits, order of activations"]
+    quantized_copy(source, tmp_path / "packed", settings, pack)
+    whole = load_backbone(tmp_path / "packed", task=LanguageModel(), quantization="nf4", precision="bf16")
+    for layers, _, _ in run_ranks(packed_layers, 3, str(tmp_path / "packed"), "nf4", Mesh(dp=3), 1 << 12):
+        for name, part in layers.items():
+            weight: Any = whole.get_submodule(name).weight
+            assert torch.equal(part.tensors["weight"], weight.detach().as_subclass(torch.Tensor)), name
+            assert torch.equal(part.tensors["absmax"], weight.quant_state.absmax), name
 
 
 def test_a_rank_never_holds_more_than_its_shard_and_a_tensor(tmp_path: Path) -> None:
