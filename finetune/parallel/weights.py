@@ -313,12 +313,12 @@ def quantize_rows(layer: Any, read: ReadRows, *, dtype: torch.dtype, world: Proc
     packed = local_part(layer.weight).view(-1)
     scales = local_part(layer.absmax).to(torch.float32)  # not a copy, unless they are quantised themselves
     first_byte, first_block = _first_index(layer.weight), _first_index(layer.absmax)
-    touched = [
+    spans = [
         (first // row, -(-(first + len(part)) // row))
         for first, part, row in ((first_byte, packed, row_bytes), (first_block, scales, row_blocks))
         if len(part)
     ]
-    begin, end = min((low for low, _ in touched), default=0), max((high for _, high in touched), default=0)
+    begin, end = min((low for low, _ in spans), default=0), max((high for _, high in spans), default=0)
     step = max(1, _PIECE // (4 * columns))
     for start in range(begin, end, step):
         values = read(start, min(start + step, end)).to(device=packed.device, dtype=dtype).contiguous()

@@ -197,7 +197,7 @@ def _block_bytes(backbone: BackboneSizes, mesh: Mesh, adapter: Adapter, train: T
     if adapter.dropout > 0:
         unsplit += (width + 1) * backbone.inputs / backbone.hidden
     if adapter.dora:  # the magnitudes' gradient takes the outputs of the layer and of its B
-        unsplit += 2 * width * (backbone.adapted[0] * attends + backbone.adapted[1]) / hidden
+        unsplit += 2 * width * (backbone.adapted_widths[0] * attends + backbone.adapted_widths[1]) / hidden
     return (unsplit + split) / mesh.tp if mesh.sequence_parallel else unsplit + split / mesh.tp
 
 
@@ -235,10 +235,10 @@ def _dora_bytes(backbone: BackboneSizes, train: Train, tokens: int) -> int:
     """Return the bytes of temporaries of PEFT's DoRA in its largest layer (m, n): an identity (n, n), from which it
     computes BA, with BA and two sums of W0 and BA, or with BA and four outputs in float32."""
     width = WIDTHS[train.precision]
-    unpacked = train.quantization is not None
+    is_quantized = train.quantization is not None
 
     def layer(rows: int, columns: int) -> int:
-        sums = (2 + unpacked) * width * rows * columns
+        sums = (2 + is_quantized) * width * rows * columns
         return width * (columns + rows) * columns + max(sums, 16 * tokens * rows, 4 * columns**2)
 
     return max((layer(*shape) for shape in set(backbone.layers)), default=0)

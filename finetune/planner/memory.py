@@ -222,15 +222,15 @@ def _one_row(model: Any, tokens: int, train: Train) -> Iterator[Callable[[], Ten
 def count_saved_bytes(model: nn.Module, forward: Callable[[], object]) -> int:
     """Return the bytes that autograd keeps while the output of `forward` is alive, the model's own excluded."""
     weights = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    saved: weakref.WeakSet[_SavedTensor] = weakref.WeakSet()  # without those of graphs that end within the pass
+    alive: weakref.WeakSet[_SavedTensor] = weakref.WeakSet()  # without those of graphs that end within the pass
 
     def keep(tensor: Tensor) -> _SavedTensor:
-        saved.add(kept := _SavedTensor(tensor))
-        return kept
+        alive.add(entry := _SavedTensor(tensor))
+        return entry
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept.tensor):
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda entry: entry.tensor):
         output = forward()  # keep alive until the sum is taken
-        storages = {s.data_ptr(): s.nbytes() for s in (kept.tensor.untyped_storage() for kept in saved)}
+        storages = {s.data_ptr(): s.nbytes() for s in (entry.tensor.untyped_storage() for entry in alive)}
         del output
     return sum(size for address, size in storages.items() if address not in weights)
 

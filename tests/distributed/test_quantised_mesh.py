@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from benchmarks._harness import held_bytes, peak_bytes
 from flatshift.finetune.compute.precision import autocast
@@ -120,7 +121,7 @@ def course(case: Case, sources: dict[str, Path], adapter: Path | None) -> dict[s
         raise KeyboardInterrupt
     engine.reshard()
     found["untouched"] = stored(engine) == before
-    packed = [p for p in engine.model.parameters() if p.dtype == torch.uint8]
+    packed = [p for p in engine.model.parameters() if p.dtype == torch.uint8 and p.ndim == 2]  # without scales
     found["packed"] = sum(local_part(p).numel() for p in packed), sum(p.numel() for p in packed)
     found["sharded"] = bool(engine.sharding is not None and engine.sharding.units)
     found["state"] = regularizer.state_dict()
@@ -179,10 +180,11 @@ def test_two_ranks_equal_one_process(tmp_path: Path) -> None:
             worst = max(far(mine["gradients"][key], value) for key, value in wanted["gradients"].items())
             print(name, f"{worst:.1e}")
             assert worst < gradient_bound and mine["gradients"].keys() == wanted["gradients"].keys(), (name, worst)
-            for key, value in wanted["first_state"].items():
+            for key, value in mine["first_state"].items():
                 if key.endswith((".norms", ".ema")):
-                    assert far(mine["first_state"][key], value) < state_bound, (name, key)
-            assert set(mine["state"]) == set(wanted["state"]), name
+                    assert far(value, wanted["first_state"][key]) < state_bound, (name, key)
+            keys = set().union(*(each[name]["state"] for each in (ranks if case.mesh.pp > 1 else [rank])))
+            assert keys == set(wanted["state"]), name
             sharded = case.mesh.zero == 3 and case.mesh.replicate == 1
             assert mine["sharded"] == (case.mesh.dp * case.mesh.cp > 1), name
             if case.kind != "int8":
@@ -193,18 +195,9 @@ def test_two_ranks_equal_one_process(tmp_path: Path) -> None:
         assert saved and all(bool(tensor.isfinite().all()) for tensor in saved.values()), name
 
 
-@dataclass(frozen=True)
-class Packed:
-    """A layer's tensors without FSDP2's shards; `rows` and `columns`: its tensor-parallel part of the whole layer."""
-
-    tensors: dict[str, torch.Tensor | None]
-    dtype: torch.dtype
-    rows: slice
-    columns: slice
-
-
-def packed_layers(source: str, kind: Quantization, mesh: Mesh, piece: int) -> tuple[dict[str, Packed], int, int]:
-    """Every 4-bit layer of this rank, and the bytes at the worst moment of loading and those that stay of the model."""
+def packed_layers(source: str, kind: Quantization, mesh: Mesh, piece: int) -> tuple[dict[str, Any], int, int]:
+    """Every 4-bit layer of this rank without FSDP2's shards, and the bytes at the worst moment of loading and those
+    that stay of the model. rows, columns: the layer's tensor-parallel part."""
     weights._PIECE = piece
     device = torch.device("cpu")
     world = ProcessMesh.of(mesh, device)
@@ -240,7 +233,7 @@ def packed_layers(source: str, kind: Quantization, mesh: Mesh, piece: int) -> tu
             ((start, stop),) = own.runs
             kept[own.dim] = slice(start, stop)
         nested = {"nested": state.state2.absmax, "offset": state.offset} if state.nested else {}
-        layers[canonical_name(path)] = Packed(whole | nested, state.dtype, *kept)
+        layers[canonical_name(path)] = {**whole, **nested, "dtype": state.dtype, "rows": kept[0], "columns": kept[1]}
     return layers, peak, stays
 
 
@@ -265,14 +258,18 @@ def test_shards_are_parts_of_the_quantised_whole(kind: Quantization, family: str
             rows, columns = state.shape
             wanted = {"weight": weight.detach().as_subclass(torch.Tensor).view(rows, columns // 2)}
             wanted |= {"absmax": state.absmax.view(rows, columns // 64)}
-            halves = slice(*(None if edge is None else edge // 2 for edge in (part.columns.start, part.columns.stop)))
-            blocks = slice(*(None if edge is None else edge // 64 for edge in (part.columns.start, part.columns.stop)))
-            assert torch.equal(part.tensors["weight"].view(-1), wanted["weight"][part.rows, halves].reshape(-1)), name
-            assert torch.equal(part.tensors["absmax"].view(-1), wanted["absmax"][part.rows, blocks].reshape(-1)), name
-            assert part.dtype == state.dtype
+            halves = slice(
+                *(None if edge is None else edge // 2 for edge in (part["columns"].start, part["columns"].stop))
+            )
+            blocks = slice(
+                *(None if edge is None else edge // 64 for edge in (part["columns"].start, part["columns"].stop))
+            )
+            assert torch.equal(part["weight"].view(-1), wanted["weight"][part["rows"], halves].reshape(-1)), name
+            assert torch.equal(part["absmax"].view(-1), wanted["absmax"][part["rows"], blocks].reshape(-1)), name
+            assert part["dtype"] == state.dtype
             if state.nested:
-                assert torch.equal(part.tensors["nested"], state.state2.absmax), name
-                assert part.tensors["offset"] == state.offset, name
+                assert torch.equal(part["nested"], state.state2.absmax), name
+                assert part["offset"] == state.offset, name
 
 
 def test_quantised_files_are_packed_anew_by_shards(tmp_path: Path) -> None:
@@ -284,20 +281,21 @@ def test_quantised_files_are_packed_anew_by_shards(tmp_path: Path) -> None:
     for layers, _, _ in run_ranks(packed_layers, 3, str(tmp_path / "packed"), "nf4", Mesh(dp=3), 1 << 12):
         for name, part in layers.items():
             weight: Any = whole.get_submodule(name).weight
-            assert torch.equal(part.tensors["weight"], weight.detach().as_subclass(torch.Tensor)), name
-            assert torch.equal(part.tensors["absmax"], weight.quant_state.absmax), name
+            assert torch.equal(part["weight"], weight.detach().as_subclass(torch.Tensor)), name
+            assert torch.equal(part["absmax"], weight.quant_state.absmax), name
 
 
 def test_a_rank_never_holds_more_than_its_shard_and_a_tensor(tmp_path: Path) -> None:
-    source = save_backbone(
-        "llama", tmp_path, hidden_size=256, intermediate_size=1024, num_hidden_layers=8, initializer_range=0.02
-    )
+    """Files of one matrix each: the allocator counts the one that is mapped, besides the values that are quantised."""
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 16}
+    source = save_backbone("llama", tmp_path / "one", **sizes)
+    transformers.AutoModelForCausalLM.from_pretrained(source).save_pretrained(tmp_path / "many", max_shard_size="1MB")
+    tensor = 1024 * 256 * 4  # the largest, in the files' float32
     for mesh in (Mesh(dp=2), Mesh(pp=2)):
-        tensor = 1024 * 256 * 4  # the largest, in the files' float32
-        for layers, peak, stays in run_ranks(packed_layers, 2, str(source), "nf4", mesh, 1 << 16):
-            packed = sum(part.tensors["weight"].numel() for part in layers.values())
+        for layers, peak, stays in run_ranks(packed_layers, 2, str(tmp_path / "many"), "nf4", mesh, 1 << 16):
+            packed = sum(part["weight"].numel() for part in layers.values())
             whole = packed * (2 if mesh.pp > 1 else 1)
-            assert stays < peak <= stays + tensor < whole, (mesh, peak, stays, whole)
+            assert stays < peak <= stays + 2 * tensor < whole, (mesh, peak, stays, whole)
 
 
 def test_a_slice_inside_a_block_of_scales_is_refused(tmp_path: Path) -> None:
