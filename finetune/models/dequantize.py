@@ -25,7 +25,7 @@ from ..atomic import read_json_object
 from ..errors import UserError
 
 
-class StoredTensor(Protocol):
+class FileTensor(Protocol):
     """A tensor of a weight file (`flatshift.finetune.models.checkpoint.TensorEntry`)."""
 
     @property
@@ -43,7 +43,7 @@ class QuantizedTensor:
 
     shape: tuple[int, ...]
     """Shape of the floats."""
-    parts: Mapping[str, tuple[str, StoredTensor]]
+    parts: Mapping[str, tuple[str, FileTensor]]
     """Name in the files and entry of each of its tensors, by kind."""
     settings: Mapping[str, Any]
     """`quantization_config` of config.json."""
@@ -72,7 +72,7 @@ def has_quantized_files(directory: Path) -> bool:
 
 
 def find_quantized(
-    entries: Mapping[str, StoredTensor], settings: Mapping[str, Any], *, context: str
+    entries: Mapping[str, FileTensor], settings: Mapping[str, Any], *, context: str
 ) -> dict[str, QuantizedTensor]:
     """Return the quantised weights among the tensors `entries` of the files, by the name of their floats.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -76,7 +76,7 @@ def load_backbone(
             task=task,
             num_labels=num_labels,
             label_names=label_names,
-            precision=next(name for name, own in DTYPES.items() if own == dtype),
+            precision=cast("Precision", next(name for name, own in DTYPES.items() if own == dtype)),
             dropout=dropout,
         )
         _fill_skeleton(model, device=torch.device(device), quantization=quantization, context=where)

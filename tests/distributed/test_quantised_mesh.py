@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ import torch
 import transformers
 
 from benchmarks._harness import held_bytes, peak_bytes
+from flatshift.cli import run
 from flatshift.finetune.compute.precision import autocast
 from flatshift.finetune.config import Adapter, Mesh, Quantization, Train
+from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.models.checkpoint import canonical_name
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.models.quantize import quantization_scales
@@ -26,6 +29,7 @@ from flatshift.finetune.parallel.layout import TensorParallelLayout, gather_full
 from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.regularizers import GGPO, build
+from tests.support.commands import flags
 from tests.support.distributed_ranks import run_ranks
 from tests.support.finetune_models import save_backbone
 from tests.support.quantized_files import FORMATS, quantized_copy
@@ -303,3 +307,23 @@ def test_a_slice_inside_a_block_of_scales_is_refused(tmp_path: Path) -> None:
     source = save_backbone("llama", tmp_path, hidden_size=64, intermediate_size=128)
     with pytest.raises(RuntimeError, match=r"mesh\.tp: a rank's part of the 64 inputs of .*o_proj\.weight would begin"):
         run_ranks(packed_layers, 2, str(source), "nf4", Mesh(tp=2), 1 << 16)
+
+
+def test_a_run_on_stages_from_quantised_files_is_that_of_one_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """fp8 files, four bits with quantised scales, two stages: through the command, to the judged loss."""
+    settings, pack = FORMATS["fp8"]
+    quantized_copy(open_backbone("flatshift-5m").directory, tmp_path / "packed", settings, pack)
+    about = {"train.steps": 3, "train.batch_size": 4, "train.max_length": 32, "train.threads": 1, "train.device": "cpu"}
+    about |= {"train.precision": "fp32", "train.quantization": "nf4-double", "data.train.limit": 12}
+    about |= {"data.dev.limit": 4, "data.test.limit": 4, "eval.bootstrap": 20, "backbone": tmp_path / "packed"}
+    losses, judged = {}, {}
+    for name, mesh in (("one", {}), ("two", {"mesh.pp": 2})):
+        out = tmp_path / name
+        assert run(["train", "language-model", "--out", str(out), *flags(about | mesh)]) == 0, capsys.readouterr().err
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        losses[name] = [line["loss"] for line in lines if line["split"] == "train"]
+        judged[name] = json.loads((out / "eval.json").read_text())["test"]["loss"]["value"]
+    assert losses["two"] == pytest.approx(losses["one"], abs=1e-5) and len(losses["one"]) == 3
+    assert judged["two"] == pytest.approx(judged["one"], abs=1e-5)
