@@ -9,10 +9,11 @@ shapes alone.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -224,6 +225,12 @@ class CheckpointFiles:
             config=model.config,
             dtype=model.dtype,
         )
+
+    def without(self, names: Collection[str]) -> CheckpointFiles:
+        """Return the same checkpoint without the tensors of these model names."""
+        keys = {name: key for name, key in self.keys.items() if name not in names}
+        shapes = {name: shape for name, shape in self.shapes.items() if name not in names}
+        return dataclasses.replace(self, keys=keys, shapes=shapes)
 
 
 def _natural_sort_key(key: str) -> list[tuple[int, int | str]]:

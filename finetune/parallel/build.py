@@ -10,6 +10,7 @@ no weight is read before all checks have passed; no rank ever has more than its 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -161,7 +162,7 @@ def _build_mesh_engine(
     from .fsdp import shard
     from .pipeline import PipelineRunner, build_rank_stages
     from .tensor import check_tensor_plan, tensor_parallel
-    from .weights import load_weights, materialize, pack_layers
+    from .weights import load_packed_layers, load_weights, materialize, pack_layers
 
     def build_model() -> Any:
         skeleton = build_skeleton(
@@ -189,10 +190,12 @@ def _build_mesh_engine(
     packed = pack_layers(model, layout)
     sharding = shard(model, mesh=mesh, world=world, reshard=False if mesh.pp > 1 else None)
     materialize(model, world.device, offload=mesh.offload)
-    loaded = load_weights(model, checkpoint, layout=layout, world=world, packed=packed)
+    began = time.monotonic()
+    loaded = load_weights(model, checkpoint.without(packed), layout=layout, world=world)
+    count = loaded.bytes + load_packed_layers(packed, checkpoint, layout=layout, world=world)
     prepare_quantized(model)
-    rate = loaded.bytes / max(loaded.seconds, 1e-9)
-    log(f"read {format_bytes(loaded.bytes)} of weights at {format_bytes(round(rate))}/s")
+    rate = count / max(time.monotonic() - began, 1e-9)
+    log(f"read {format_bytes(count)} of weights at {format_bytes(round(rate))}/s")
     if train.quantization is not None:
         log(describe_quantization(model, train.quantization))
     engine = Engine(
@@ -204,7 +207,9 @@ def _build_mesh_engine(
         tokens=tokens,
         multiple=(1 if tokens is None else tokens.multiple) * (mesh.tp if mesh.sequence_parallel else 1),
     )
-    _initialise_missing_parameters(engine, shapes, loaded.unread, seed=train.seed, deviation=deviation)
+    packed_names = {*packed, *(name.removesuffix("weight") + "absmax" for name in packed)}
+    unread = [name for name in loaded.unread if canonical_name(name) not in packed_names]
+    _initialise_missing_parameters(engine, shapes, unread, seed=train.seed, deviation=deviation)
     return engine
 
 

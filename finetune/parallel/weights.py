@@ -18,7 +18,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import UserError, is_out_of_memory
+from ..errors import UserError, first_error_line, is_out_of_memory
 from ..models.backbone import REFUSED, quiet_transformers
 from ..models.checkpoint import CheckpointFiles, canonical_name, open_slice
 from ..models.quantize import BLOCK, import_bitsandbytes, is_four_bit
@@ -87,67 +86,49 @@ def materialize(model: nn.Module, device: torch.device | str, *, offload: bool =
 
 @torch.no_grad()
 def load_weights(
-    model: nn.Module,
-    checkpoint: CheckpointFiles,
-    *,
-    layout: TensorParallelLayout,
-    world: ProcessMesh,
-    packed: Mapping[str, Any] | None = None,
+    model: nn.Module, checkpoint: CheckpointFiles, *, layout: TensorParallelLayout, world: ProcessMesh
 ) -> LoadResult:
     """Fill the base model's tensors in `model`: a whole model or a pipeline's part of it, with PEFT, sliced, sharded.
 
-    Collective if `checkpoint.converted` is not empty, or scales are quantised too (nf4-double): then every rank of the
-    default group calls it once.
-
-    packed: the 4-bit layers by the names of their weights (`pack_layers`).
+    Collective if and only if `checkpoint.converted` is not empty: then every rank of the default group calls it once.
     Raises UserError for a file that changed since its header was read, or that transformers cannot convert.
     """
     began, count = time.monotonic(), 0
-    targets, unread = _tensors_to_load(model, checkpoint, packed := packed or {})
-    files: dict[Path, list[tuple[str, Any]]] = defaultdict(list)
+    targets, unread = _tensors_to_load(model, checkpoint)
+    files: dict[Path, list[tuple[str, Tensor]]] = defaultdict(list)
     for name, tensor in targets:
-        assert name in packed or checkpoint.shapes[name] == layout.shape(name, tensor.shape), name
+        assert checkpoint.shapes[name] == layout.shape(name, tensor.shape), name
         if name in checkpoint.keys:
             files[checkpoint.entries[checkpoint.keys[name]].file].append((name, tensor))
     for file, tensors in files.items():
         tensors.sort(key=lambda pair: checkpoint.entries[checkpoint.keys[pair[0]]].offset)
-        count += _read_file(file, tensors, checkpoint, layout, world)
+        count += _read_file(file, tensors, checkpoint, layout)
     if checkpoint.converted:
         converted = [(name, tensor) for name, tensor in targets if name in checkpoint.converted]
         _broadcast_converted(converted, checkpoint, layout, world)
     return LoadResult(count, time.monotonic() - began, tuple(unread))
 
 
-def _tensors_to_load(
-    model: nn.Module, checkpoint: CheckpointFiles, packed: Mapping[str, Any]
-) -> tuple[list[tuple[str, Any]], list[str]]:
-    """Return the tensors and the `packed` layers to fill by canonical name (a name may occur twice: a head and PEFT's
-    copy of it), and the full names of the other parameters."""
-    quantized = {id(part) for layer in packed.values() for part in (layer.weight, layer.absmax)}
+def _tensors_to_load(model: nn.Module, checkpoint: CheckpointFiles) -> tuple[list[tuple[str, Tensor]], list[str]]:
+    """Return the tensors to fill by canonical name (a name may occur twice: a head and PEFT's copy of it), and the full
+    names of the other parameters."""
     new = {*checkpoint.missing, *checkpoint.mismatched} - set(checkpoint.keys)
-    targets: list[tuple[str, Any]] = []
+    targets: list[tuple[str, Tensor]] = []
     unread = []
     for full, parameter in model.named_parameters():
         name = canonical_name(full)
-        if id(parameter) in quantized:
-            continue
         if name in checkpoint.keys or name in checkpoint.converted:
             targets.append((name, parameter))
         else:
             assert name in new or name not in checkpoint.shapes, name
             unread.append(full)
     targets += [(canonical_name(n), b) for n, b in model.named_buffers() if canonical_name(n) in checkpoint.keys]
-    return [*((name, tensor.detach()) for name, tensor in targets), *packed.items()], unread
+    return [(name, tensor.detach()) for name, tensor in targets], unread
 
 
 def _read_file(
-    file: Path,
-    tensors: list[tuple[str, Any]],
-    checkpoint: CheckpointFiles,
-    layout: TensorParallelLayout,
-    world: ProcessMesh,
+    file: Path, tensors: list[tuple[str, Tensor]], checkpoint: CheckpointFiles, layout: TensorParallelLayout
 ) -> int:
-    """Fill tensors and 4-bit layers from one file, and return the bytes read."""
     from safetensors import SafetensorError, safe_open
 
     count = 0
@@ -155,11 +136,6 @@ def _read_file(
         with safe_open(file, "pt") as source:
             for name, tensor in tensors:
                 key = checkpoint.keys[name]
-                if isinstance(tensor, nn.Module):
-                    rows = _RowReader(open_slice(source, key, checkpoint.entries[key]), tensor, layout.slices.get(name))
-                    quantize_rows(tensor, rows.read, dtype=checkpoint.dtype, world=world)
-                    count += rows.count * checkpoint.entries[key].dtype.itemsize
-                    continue
                 if tensor.ndim == 0:
                     local_part(tensor).copy_(source.get_tensor(key))
                     count += checkpoint.entries[key].bytes
@@ -175,31 +151,6 @@ def _read_file(
             raise
         raise UserError(f"{file} cannot be read any more ({str(error).splitlines()[0]}); was it replaced?") from error
     return count
-
-
-class _RowReader:
-    """Reads rows of the tensor-parallel part of a layer's weight, which GPT-2's files have with columns first."""
-
-    def __init__(self, view: Any, layer: Any, own: Slice | None) -> None:
-        """Args: view: the tensor in its file; own: the part."""
-        self.view, self.transposed = view, layer.source_cls is not nn.Linear
-        self.runs: list[Runs] = [((0, size),) for size in layer.float_shape]
-        if own is not None:
-            self.runs[own.dim] = own.runs
-        self.count = 0
-        """Values read so far."""
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """Return the rows `start` to `stop` of the part."""
-        runs = select_runs(self.runs[0], start, stop), self.runs[1]
-        rows = torch.cat([torch.cat([self._view(row, column) for column in runs[1]], 1) for row in runs[0]])
-        self.count += rows.numel()
-        return rows
-
-    def _view(self, row: tuple[int, int], column: tuple[int, int]) -> Tensor:
-        rows, columns = slice(*row), slice(*column)
-        values: Tensor = self.view[columns, rows].T if self.transposed else self.view[rows, columns]
-        return values
 
 
 def _copy_slices(dims: list[Runs], itemsize: int) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
@@ -218,7 +169,7 @@ def _copy_slices(dims: list[Runs], itemsize: int) -> Iterator[tuple[tuple[slice,
 
 
 def _broadcast_converted(
-    tensors: list[tuple[str, Any]], checkpoint: CheckpointFiles, layout: TensorParallelLayout, world: ProcessMesh
+    tensors: list[tuple[str, Tensor]], checkpoint: CheckpointFiles, layout: TensorParallelLayout, world: ProcessMesh
 ) -> None:
     """Load the model with transformers on rank 0 and broadcast its converted tensors one by one."""
     state: dict[str, Tensor] = {}
@@ -251,15 +202,7 @@ def _broadcast_converted(
             whole = whole.to(world.device, checkpoint.dtype)
             dist.broadcast(whole.view(-1).view(torch.uint8), src=0)
         for tensor in by_name[name]:
-            if isinstance(tensor, nn.Module):
-                own = whole if name not in layout.slices else layout.slices[name].take(whole)
-                quantize_rows(tensor, partial(_rows, own), dtype=checkpoint.dtype, world=world)
-            else:
-                copy_local_part(tensor, whole, layout.slices.get(name))
-
-
-def _rows(weight: Tensor, start: int, stop: int) -> Tensor:
-    return weight[start:stop]
+            copy_local_part(tensor, whole, layout.slices.get(name))
 
 
 # ------------------------------------------------------------------------------------------------ 4-bit weights
@@ -299,6 +242,68 @@ def _frozen(tensor: Tensor) -> nn.Parameter:
 
 def _use_gathered_scales(layer: Any, inputs: tuple[Any, ...]) -> None:
     layer.quant_state.absmax = layer.absmax
+
+
+def load_packed_layers(
+    layers: Mapping[str, Any], checkpoint: CheckpointFiles, *, layout: TensorParallelLayout, world: ProcessMesh
+) -> int:
+    """Fill the layers from `pack_layers`, and return the bytes read; for nf4-double collective, see `quantize_rows`.
+
+    Raises UserError for a file that changed since its header was read, or a weight that has to be converted first.
+    """
+    if converted := sorted(layers.keys() - checkpoint.keys.keys()):
+        raise UserError(
+            f"{checkpoint.directory}: {converted[0]} is built from several tensors of its files, which is not done in "
+            "4 bits on a mesh; leave train.quantization out, or train in one process"
+        )
+    entries = {name: checkpoint.entries[checkpoint.keys[name]] for name in layers}
+    order = sorted(layers, key=lambda name: (entries[name].file, entries[name].offset))
+    return sum(_load_packed_layer(name, layers[name], checkpoint, layout, world) for name in order)
+
+
+def _load_packed_layer(
+    name: str, layer: Any, checkpoint: CheckpointFiles, layout: TensorParallelLayout, world: ProcessMesh
+) -> int:
+    from safetensors import SafetensorError, safe_open
+
+    key = checkpoint.keys[name]
+    entry = checkpoint.entries[key]
+    try:
+        with safe_open(entry.file, "pt") as source:
+            rows = _RowReader(open_slice(source, key, entry), layer, layout.slices.get(name))
+            quantize_rows(layer, rows.read, dtype=checkpoint.dtype, world=world)
+    except (OSError, SafetensorError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise UserError(
+            f"{entry.file} cannot be read any more ({first_error_line(error)}); was it replaced?"
+        ) from error
+    return rows.count * entry.dtype.itemsize
+
+
+class _RowReader:
+    """Reads rows of the tensor-parallel part of a layer's weight, which GPT-2's files have with columns first."""
+
+    def __init__(self, view: Any, layer: Any, own: Slice | None) -> None:
+        """Args: view: the tensor in its file; own: the part."""
+        self.view, self.transposed = view, layer.source_cls is not nn.Linear
+        self.runs: list[Runs] = [((0, size),) for size in layer.float_shape]
+        if own is not None:
+            self.runs[own.dim] = own.runs
+        self.count = 0
+        """Values read so far."""
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return the rows `start` to `stop` of the part."""
+        runs = select_runs(self.runs[0], start, stop), self.runs[1]
+        rows = torch.cat([torch.cat([self._view(row, column) for column in runs[1]], 1) for row in runs[0]])
+        self.count += rows.numel()
+        return rows
+
+    def _view(self, row: tuple[int, int], column: tuple[int, int]) -> Tensor:
+        rows, columns = slice(*row), slice(*column)
+        values: Tensor = self.view[columns, rows].T if self.transposed else self.view[rows, columns]
+        return values
 
 
 @torch.no_grad()
