@@ -236,7 +236,8 @@ def _initialise_missing_parameters(
             continue
         base = module.get_base_layer()
         if is_four_bit(base):
-            weight = gather_dequantized(base, world=engine.world)
+            weight_name = canonical_name(f"{name}.base_layer.weight")
+            weight = gather_dequantized(weight_name, base, layout=engine.layout, world=engine.world)
         else:
             weight = gather_full_tensor(base.weight, world=engine.world)
         norms = torch.linalg.vector_norm(weight, dim=0 if is_conv1d(base) else 1)

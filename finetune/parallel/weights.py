@@ -364,11 +364,11 @@ def _copy_overlap(target: Tensor, target_start: int, source: Tensor, source_star
 
 
 @torch.no_grad()
-def gather_dequantized(layer: Any, *, world: ProcessMesh) -> Tensor:
-    """Return the values that a 4-bit layer computes with; collective over the ranks that share it."""
+def gather_dequantized(name: str, layer: Any, *, layout: TensorParallelLayout, world: ProcessMesh) -> Tensor:
+    """Return the whole weight `name` that a 4-bit layer computes with; collective over the ranks that share it."""
     parts = {"weight": layer.weight, "absmax": layer.absmax}
-    whole = gather_full_tensors(parts, parameters=parts, layout=TensorParallelLayout(), world=world)
+    packed = gather_full_tensors(parts, parameters=parts, layout=TensorParallelLayout(), world=world)
     state = copy.copy(layer.quant_state)
-    state.absmax = whole["absmax"]
-    values: Tensor = import_bitsandbytes().functional.dequantize_4bit(whole["weight"], state)
-    return values
+    state.absmax = packed["absmax"]
+    only = {name: import_bitsandbytes().functional.dequantize_4bit(packed["weight"], state)}
+    return gather_full_tensors(only, parameters=only, layout=layout, world=world)[name]
