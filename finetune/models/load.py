@@ -123,7 +123,7 @@ def load_backbone(
 
 @torch.no_grad()
 def _fill_skeleton(model: Any, *, device: torch.device, quantization: Quantization | None, context: str) -> None:
-    """Read the weights of a skeleton from quantised files, one at a time, quantised anew by `quantization`."""
+    """Read the weights of a skeleton from quantised files, one at a time, and quantise them by `quantization`."""
     read = weight_reader(model)
     if quantization is not None:
         quantize_skeleton(model, quantization, context=context)

@@ -166,6 +166,7 @@ def test_two_ranks_equal_one_process(tmp_path: Path) -> None:
         "dp nf4 DoRA": Case(Mesh(dp=2), dora=True),
         "dp nf4 bf16": Case(Mesh(dp=2), precision="bf16"),
         "dp int8 adapters only": Case(Mesh(dp=2, zero=2), kind="int8"),
+        "dp nf4 adapters only": Case(Mesh(dp=2, zero=1)),
         "cp nf4": Case(Mesh(cp=2)),
         "pp nf4": Case(Mesh(pp=2)),
         "pp nf4-double, gpt2": Case(Mesh(pp=2), kind="nf4-double", source="gpt2"),
