@@ -199,7 +199,7 @@ def _without_renaming() -> Iterator[None]:
     from peft.utils import transformers_weight_conversion as conversion
 
     convert = conversion.convert_peft_config_for_transformers
-    conversion.convert_peft_config_for_transformers = lambda config, model, conversions: None
+    conversion.convert_peft_config_for_transformers = lambda peft_config, model, conversions: None
     try:
         yield
     finally:
