@@ -298,7 +298,7 @@ def saved_as_parameters(config: Any, backbone: Any) -> Any:
 
     return dataclasses.replace(
         config,
-        target_modules=sorted(set(targets) - set(renamed)),
+        target_modules=sorted(set(config.target_modules or ()) - set(renamed)),
         target_parameters=sorted([*(config.target_parameters or ()), *(f"{name}.weight" for name in renamed)]),
         rank_pattern=by_parameter(config.rank_pattern or {}),
         alpha_pattern=by_parameter(config.alpha_pattern or {}),
