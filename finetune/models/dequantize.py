@@ -49,11 +49,18 @@ class QuantizedTensor:
     """`quantization_config` of config.json."""
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
-        """Read and dequantise these indices, of which there is at least one along each dim."""
+        """Read and dequantise these indices, of which there is at least one along each dim, a few rows at a time."""
         given = index if isinstance(index, tuple) else (index,)
         whole = [*given, *[slice(None)] * (len(self.shape) - len(given))]
-        ranges = [range(size)[each] for each, size in zip(whole, self.shape, strict=True)]
-        return _READERS[self.settings["quant_method"]](self, *(slice(each.start, each.stop) for each in ranges))
+        rows, *others = (range(size)[each] for each, size in zip(whole, self.shape, strict=True))
+        inner = [slice(each.start, each.stop) for each in others]
+        values = torch.empty([len(rows), *map(len, others)])
+        step = max(1, _PIECE // math.prod(values.shape[1:]))
+        for first in range(rows.start, rows.stop, step):
+            own = slice(first, min(first + step, rows.stop))
+            dequantized = _READERS[self.settings["quant_method"]](self, own, *inner)
+            values[own.start - rows.start : own.stop - rows.start] = dequantized
+        return values
 
     def read(self, part: str, *index: slice) -> Tensor:
         """Read a slice of one of its tensors as it is stored."""
@@ -115,6 +122,7 @@ _TENSORS: dict[str, tuple[str, tuple[str, ...], str]] = {
 """Endings of the tensors of a weight: of one that each has, of the others, and of the floats' name in the model."""
 METHODS = tuple(_TENSORS)
 """Formats that are read, as `quant_method` of `quantization_config` in config.json."""
+_PIECE = 1 << 23  # values dequantised at once
 _WORD = 32  # bits of the integers that gptq and awq pack values in
 _MX_BLOCK = 32  # values of mxfp4 that share a power of two
 _EXPONENT_BIAS = 127

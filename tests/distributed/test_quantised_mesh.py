@@ -27,6 +27,8 @@ from flatshift.finetune.parallel.build import build_engine
 from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.parallel.layout import TensorParallelLayout, gather_full_tensors, local_part
 from flatshift.finetune.parallel.mesh import ProcessMesh
+from flatshift.finetune.planner.footprint import predict_footprint
+from flatshift.finetune.planner.sizes import read_sizes
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.regularizers import GGPO, build
 from tests.support.commands import flags
@@ -200,7 +202,9 @@ def test_two_ranks_equal_one_process(tmp_path: Path) -> None:
         assert saved and all(bool(tensor.isfinite().all()) for tensor in saved.values()), name
 
 
-def packed_layers(source: str, kind: Quantization, mesh: Mesh, piece: int) -> tuple[dict[str, Any], int, int]:
+def packed_layers(
+    source: str, kind: Quantization, mesh: Mesh, piece: int
+) -> tuple[dict[str, Any], int, dict[str, int]]:
     """Every 4-bit layer of this rank without FSDP2's shards, and the bytes at the worst moment of loading and those
     that stay of the model. rows, columns: the layer's tensor-parallel part."""
     weights._PIECE = piece
@@ -223,7 +227,8 @@ def packed_layers(source: str, kind: Quantization, mesh: Mesh, piece: int) -> tu
     before = held_bytes()
     peak = int(peak_bytes(load) - before)
     (engine,) = engines
-    stays = sum(local_part(tensor).nbytes for tensor in engine.model.parameters())
+    held = [(local_part(tensor).nbytes, tensor.requires_grad) for tensor in engine.model.parameters()]
+    stays = {"all": sum(size for size, _ in held), "frozen": sum(size for size, trained in held if not trained)}
     layers = {}
     for path, module in engine.model.named_modules():
         if "absmax" not in module._parameters:
@@ -295,12 +300,16 @@ def test_a_rank_never_holds_more_than_its_shard_and_a_tensor(tmp_path: Path) -> 
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 16}
     source = save_backbone("llama", tmp_path / "one", **sizes)
     transformers.AutoModelForCausalLM.from_pretrained(source).save_pretrained(tmp_path / "many", max_shard_size="1MB")
+    backbone = read_sizes(source, Adapter(rank=4))
+    train = Train(quantization="nf4", precision="bf16")
     tensor = 1024 * 256 * 4  # the largest, in the files' float32
     for mesh in (Mesh(dp=2), Mesh(pp=2)):
         for layers, peak, stays in run_ranks(packed_layers, 2, str(tmp_path / "many"), "nf4", mesh, 1 << 16):
             packed = sum(part["weight"].numel() for part in layers.values())
             whole = packed * (2 if mesh.pp > 1 else 1)
-            assert stays < peak <= stays + 2 * tensor < whole, (mesh, peak, stays, whole)
+            assert stays["all"] < peak <= stays["all"] + 2 * tensor < whole, (mesh, peak, stays, whole)
+            planned = predict_footprint(backbone, mesh=mesh, adapter=Adapter(rank=4), train=train).weights
+            assert planned == pytest.approx(stays["frozen"], rel=0.02), (mesh, planned, stays)
 
 
 def test_a_slice_inside_a_block_of_scales_is_refused(tmp_path: Path) -> None:
