@@ -205,11 +205,6 @@ class CheckpointFiles:
         entries = read_floats(directory)
         state = model.state_dict()
         keys, sources = _match_names(model, sorted(entries, key=_natural_sort_key), state)
-        if sources and any(entry.quantized is not None for entry in entries.values()):
-            raise UserError(
-                f"{directory} is quantised, and transformers builds {min(sources)} from several of its tensors, "
-                "which is done with floats only; take the unquantised one"
-            )
         _untie_different(model, keys, entries)
         for target, source in model.all_tied_weights_keys.items():
             for name, tied in ((target, source), (source, target)):
@@ -220,12 +215,19 @@ class CheckpointFiles:
         optional = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
         absent = [name for name in state if name not in keys and name not in sources]
         missing = [name for name in absent if not any(pattern.search(name) for pattern in optional)]
+        stacked = _find_stacked_experts(model, sources, entries, shapes)
+        for name in sources.keys() - stacked.keys():
+            if any(entries[key].quantized is not None for own in sources[name].values() for key in own):
+                raise UserError(
+                    f"{directory} is quantised, and transformers builds {name} from several of its tensors, which is "
+                    "done with floats only; take the unquantised one"
+                )
         return cls(
             directory=directory,
             entries=entries,
             keys={name: key for name, key in keys.items() if name not in mismatched},
             converted=tuple(name for name in state if name in sources),
-            stacked=_find_stacked_experts(model, sources, entries, shapes),
+            stacked=stacked,
             missing=tuple(missing),
             mismatched=tuple(sorted(mismatched)),
             computed=_compute_parameters(model, {*absent} - {*missing}),

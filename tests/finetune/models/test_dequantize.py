@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ from flatshift.finetune.config import Adapter
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models import dequantize
 from flatshift.finetune.models.backbone import open_backbone
-from flatshift.finetune.models.checkpoint import CheckpointFiles, read_index
+from flatshift.finetune.models.checkpoint import read_index
 from flatshift.finetune.models.dequantize import find_quantized
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.models.meta import build_skeleton
+from flatshift.finetune.parallel.layout import TensorParallelLayout
+from flatshift.finetune.parallel.mesh import ProcessMesh
+from flatshift.finetune.parallel.weights import load_weights, materialize
 from flatshift.finetune.planner.sizes import read_sizes
 from flatshift.finetune.tasks import Classify, LanguageModel
 from tests.support.commands import flags
@@ -172,7 +176,7 @@ def test_another_format_is_refused(settings: dict[str, Any], message: str, llama
         build_skeleton(tmp_path / "packed", task=LM)
 
 
-def test_missing_scales_and_experts_stored_one_by_one_are_refused(llama: Path, tmp_path: Path) -> None:
+def test_missing_and_ill_shaped_scales_are_refused(llama: Path, tmp_path: Path) -> None:
     settings = FORMATS["fp8"][0]
     quantized_copy(llama, tmp_path / "packed", *FORMATS["fp8"])
     weights = weights_of(tmp_path / "packed")
@@ -185,17 +189,25 @@ def test_missing_scales_and_experts_stored_one_by_one_are_refused(llama: Path, t
     rewrite(llama, tmp_path / "ill-shaped", weights, settings)
     with pytest.raises(UserError, match=r"down_proj\.weight_scale_inv and its scales do not fit \(3 scales for 64 val"):
         build_skeleton(tmp_path / "ill-shaped", task=LM)
+
+
+def test_experts_stored_one_by_one_are_read(tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = tf.MixtralConfig(vocab_size=64, num_key_value_heads=2, num_local_experts=2, **sizes)
     tf.MixtralForCausalLM(config).save_pretrained(tmp_path / "mixtral")
-    stored = {}
+    stored, floats = {}, {}
     for name, weight in weights_of(tmp_path / "mixtral").items():
-        stored |= {name: weight}
-        if ".w1." in name:
-            stored[name] = fp8(weight)[0]["weight"]
-            stored[f"{name}_scale_inv"] = fp8(weight)[0]["weight_scale_inv"]
-    rewrite(tmp_path / "mixtral", tmp_path / "experts", stored, settings)
-    with pytest.raises(UserError, match="from several of its tensors, which is done with floats only"):
-        build_skeleton(tmp_path / "experts", task=LM)
-    assert CheckpointFiles.of(tf.MixtralForCausalLM(config), tmp_path / "mixtral").converted
+        stored[name] = floats[name] = weight
+        if re.search(r"\.w[123]\.", name):
+            parts, floats[name] = fp8(weight)
+            stored |= {name: parts["weight"], f"{name}_scale_inv": parts["weight_scale_inv"]}
+    rewrite(tmp_path / "mixtral", tmp_path / "packed", stored, FORMATS["fp8"][0])
+    rewrite(tmp_path / "mixtral", tmp_path / "floats", floats, None)
+    wanted = load_backbone(tmp_path / "floats", task=LM).state_dict()
+    loaded = load_backbone(tmp_path / "packed", task=LM).state_dict()
+    skeleton = build_skeleton(tmp_path / "packed", task=LM)
+    materialize(skeleton, "cpu")
+    load_weights(skeleton, skeleton.checkpoint, layout=TensorParallelLayout(), world=ProcessMesh.alone())
+    for name, value in wanted.items():
+        assert torch.equal(loaded[name], value) and torch.equal(skeleton.state_dict()[name], value), name
