@@ -14,8 +14,24 @@ from flatshift.finetune.config import Mesh
 from flatshift.finetune.models.backbone import quiet_transformers
 from flatshift.finetune.parallel.mesh_check import shrink_config
 
-FAILS = {"blt", "dory", "musicgen", "musicgen_melody", "qwen4_exp", "reformer", "zamba"}
-"""Model types of which no small copy can be built: refused on a mesh."""
+FAILS = frozenset(
+    [
+        *(
+            "cohere_compass_text",
+            "dbrx",
+            "dory",
+            "dots1",
+            "dots3_note",
+            "dots3_note_text",
+            "gemma3n",
+            "gemma4_assistant",
+        ),
+        *("hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2_moe", "ministral", "musicgen", "musicgen_melody", "nemotron"),
+        *("qwen4_exp", "qwen4_exp_text", "reformer", "zamba"),
+    ]
+)
+"""Causal model types of which no small copy can be built: most have a default configuration that cannot be built
+either, Gemma 3n needs a package."""
 
 
 def small(kind: str, mesh: Mesh | None = None, **settings: Any) -> Any:
@@ -53,19 +69,15 @@ def test_blocks_of_every_kind_are_kept() -> None:
 def test_every_causal_model_of_transformers_has_a_small_copy() -> None:
     fails, large = set(), {}
     for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        with init_empty_weights(include_buffers=False), quiet_transformers():
-            try:
-                transformers.AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind]())
-            except Exception:  # its default configuration is none, or a package is missing
-                continue
-            try:
+        try:
+            with init_empty_weights(include_buffers=False), quiet_transformers():
                 model = transformers.AutoModelForCausalLM.from_config(small(kind))
-            except Exception:
-                fails.add(kind)
-                continue
+        except Exception:
+            fails.add(kind)
+            continue
         size = sum(parameter.numel() for parameter in model.parameters())
         if size > 10**8:
             large[kind] = size
-    print(fails, large)
+    print(sorted(fails), large)
     assert fails <= FAILS
     assert large.keys() <= {"blt", "deepseek_v4", "glm4_moe"}
