@@ -271,7 +271,8 @@ class Engine:
         self._all_reduce([p for name, p in self.parameters.items() if name in self.layout.partial], "tp")
         reduced = self.sharding.reduced if self.sharding is not None else frozenset()
         own = [name for name in self.parameters if self.layout.has_own_experts(name)]
-        self._all_reduce([p for name, p in self.parameters.items() if name not in {*reduced, *own}], *TOKENS)
+        done = {*reduced, *own}
+        self._all_reduce([p for name, p in self.parameters.items() if name not in done], *TOKENS)
         self._all_reduce([self.parameters[name] for name in own if name not in reduced], "replicate", *EXPERT_SHARDS)
         for name in own:
             # other ranks' tokens are in it already; FSDP2 has averaged it over the ranks with these experts, or not
@@ -306,8 +307,8 @@ class Engine:
         # squares by the axes over which parameters are divided, per device: offloaded shards have their gradients in
         # host memory, which a scalar on the device cannot multiply
         kinds = [self.layout.divided_over(name, parameter) for name, parameter in self.parameters.items()]
-        distinct = [kind for index, kind in enumerate(kinds) if kind not in kinds[:index]]
-        squares_at = {self.device: torch.zeros(len(distinct), dtype=torch.float64, device=self.device)}
+        places = {kind: index for index, kind in enumerate(dict.fromkeys(kinds))}
+        squares_at = {self.device: torch.zeros(len(places), dtype=torch.float64, device=self.device)}
         grads = []
         for parameter, kind in zip(self.parameters.values(), kinds, strict=True):
             if parameter.grad is None:
@@ -315,10 +316,10 @@ class Engine:
             grad = local_part(parameter.grad)
             grads.append(grad)
             if grad.device not in squares_at:
-                squares_at[grad.device] = torch.zeros(len(distinct), dtype=torch.float64, device=grad.device)
-            squares_at[grad.device][distinct.index(kind)] += grad.double().square().sum() if grad.numel() else 0
+                squares_at[grad.device] = torch.zeros(len(places), dtype=torch.float64, device=grad.device)
+            squares_at[grad.device][places[kind]] += grad.double().square().sum() if grad.numel() else 0
         squares = torch.stack([copy_to_device(sums, self.device) for sums in squares_at.values()]).sum(0)
-        whole = sum_parts(squares, distinct, world=self.world)
+        whole = sum_parts(squares, list(places), world=self.world)
         norm = self.world.sum(whole.sum(), "pp").sqrt()
         if math.isfinite(limit):
             factor = (limit / (norm + 1e-6)).clamp(max=1.0)

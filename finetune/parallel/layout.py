@@ -90,11 +90,11 @@ class TensorParallelLayout:
         """True if `name` is a parameter of experts that this rank of ep has and others do not."""
         return name in self.slices and self.slices[name].axis == "ep"
 
-    def divided_over(self, name: str, parameter: Tensor) -> list[tuple[str, ...]]:
+    def divided_over(self, name: str, parameter: Tensor) -> tuple[tuple[str, ...], ...]:
         """Return the axes, in groups, over whose ranks the parts of `parameter` are spread."""
         own = self.slices.get(name)
         shards = EXPERT_SHARDS if self.has_own_experts(name) else SHARDS
-        return [*([shards] if isinstance(parameter, DTensor) else []), *([] if own is None else [(own.axis,)])]
+        return (*([shards] if isinstance(parameter, DTensor) else ()), *(() if own is None else [(own.axis,)]))
 
     def shape(self, name: str, local: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
         """Return the full shape of the parameter `name` whose tensor-parallel part has the shape `local_part`."""
@@ -216,7 +216,7 @@ def gather_full_tensors(
     return parts
 
 
-def sum_parts(values: Tensor, divided: Sequence[list[tuple[str, ...]]], *, world: ProcessMesh) -> Tensor:
+def sum_parts(values: Tensor, divided: Sequence[tuple[tuple[str, ...], ...]], *, world: ProcessMesh) -> Tensor:
     """Return `values` [≥ n], computed from this rank's parts of n parameters, summed over all parts of each.
 
     divided: of each parameter, `TensorParallelLayout.divided_over`. Collective over these axes.
