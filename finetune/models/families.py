@@ -171,7 +171,7 @@ TRIED = frozenset(
 """Model types whose plans in transformers gave the losses of one process (`benchmarks/mesh_families.py`)."""
 
 
-_ENTANGLED = frozenset({"llama4_text"})
+_NOT_CUT = frozenset({"llama4_text"})
 """Model types without a pipeline plan whose forward pass reads a weight that other stages do not have."""
 
 
@@ -197,7 +197,7 @@ def find_family(kind: str) -> Family:
     norm = stack.last[-1] if stages else None
     plan = TensorPlan(f"{stack.blocks}.*", regions, stack.first[:1], norm, experts)
     attends = any(region.heads for region in regions)
-    cut = stages or (regions and kind not in _ENTANGLED)
+    cut = stages or (regions and kind not in _NOT_CUT)
     return Family(plan, (stack,) if cut else (), attends and config in MODEL_FOR_CAUSAL_LM_MAPPING)
 
 
