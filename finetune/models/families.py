@@ -186,7 +186,7 @@ def is_tried(kind: str, mesh: Mesh) -> bool:
     return tried and (mesh.replicate * mesh.dp == 1 or kind in _TRIED_SHARDED)
 
 
-_ENTANGLED = frozenset({"llama4_text"})
+_NOT_CUT = frozenset({"llama4_text"})
 """Model types without a pipeline plan whose forward pass reads a weight that other stages do not have."""
 
 
@@ -210,7 +210,7 @@ def find_family(kind: str) -> Family:
     norm = stack.last[-1] if stages else None
     plan = TensorPlan(f"{stack.blocks}.*", regions, stack.first[:1], norm, experts=experts)
     attends = any(region.heads for region in regions)
-    cut = stages or (regions and kind not in _ENTANGLED)
+    cut = stages or (regions and kind not in _NOT_CUT)
     return Family(plan, (stack,) if cut else (), attends and config in MODEL_FOR_CAUSAL_LM_MAPPING)
 
 

@@ -276,7 +276,8 @@ class Engine:
         self._all_reduce([p for name, p in self.parameters.items() if name in self.layout.partial], "tp")
         reduced = self.sharding.reduced if self.sharding is not None else frozenset()
         own = [name for name in self.parameters if self.layout.has_own_experts(name)]
-        self._all_reduce([p for name, p in self.parameters.items() if name not in {*reduced, *own}], *TOKENS)
+        done = {*reduced, *own}
+        self._all_reduce([p for name, p in self.parameters.items() if name not in done], *TOKENS)
         self._all_reduce([self.parameters[name] for name in own if name not in reduced], "replicate", *EXPERT_SHARDS)
         for name in own:
             # other ranks' tokens are in it already; FSDP2 has averaged it over the ranks with these experts, or not

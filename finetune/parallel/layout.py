@@ -94,7 +94,7 @@ class TensorParallelLayout:
         """Return the axes, in groups, over whose ranks the parts of `parameter` are spread."""
         own = self.slices.get(name)
         shards = EXPERT_SHARDS if self.has_own_experts(name) else SHARDS
-        return (*([shards] if isinstance(parameter, DTensor) else ()), *(() if own is None else ((own.axis,),)))
+        return (*([shards] if isinstance(parameter, DTensor) else ()), *(() if own is None else [(own.axis,)]))
 
     def shape(self, name: str, local: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
         """Return the full shape of the parameter `name` whose tensor-parallel part has the shape `local_part`."""

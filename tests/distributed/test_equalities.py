@@ -86,6 +86,22 @@ def test_families_by_transformers_own_plans(tmp_path: Path) -> None:
     compare_families(tmp_path, ("granite, dropout", "gemma3_text, one key"), RESUMED)
 
 
+def test_a_mixture_of_experts_on_one_axis_after_the_other(tmp_path: Path) -> None:
+    """Checkpoints of ranks with whole experts, with columns of each, with stages, and of one process."""
+    models = ("glm4_moe, dropout",)
+    others = (Mesh(tp=2), Mesh(pp=2), Mesh())
+    resumed = Layout("ep, then tp, pp, one process", Mesh(dp=2, ep=2), others, stop=STEPS // 4, models=models)
+    compare_families(tmp_path, models, resumed)
+
+
+@pytest.mark.slow
+def test_shared_experts_on_four_ranks(tmp_path: Path) -> None:
+    models = ("mixtral, dropout", "qwen2_moe, dropout")
+    meshes = (Mesh(dp=2, ep=2, cp=2), Mesh(dp=4, ep=2, zero=1), Mesh(dp=4, ep=2, adapters="replicate"))
+    layouts = [Layout(f"ep {number}", mesh, models=models) for number, mesh in enumerate(meshes)]
+    compare_families(tmp_path, models, *layouts, ranks=4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["", ", dropout"])
 def test_more_families_by_transformers_own_plans(tmp_path: Path, variant: str) -> None:

@@ -13,6 +13,11 @@ import transformers as tf
 from safetensors.torch import load_file
 
 from flatshift.cli import run
+from flatshift.finetune.assets import backbone_directory, list_backbones
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.models.meta import build_skeleton
+from flatshift.finetune.parallel.experts import check_expert_parallel
+from flatshift.finetune.tasks import LanguageModel
 from tests.support import warm_commands
 from tests.support.data_models import byte_tokenizer, write_jsonl
 
@@ -122,6 +127,16 @@ def test_dense_blocks_and_experts_on_shards_columns_and_shared_experts(tmp_path:
         "0.mlp.down_proj.lora_B",
     )
     assert all(any(part in name for name in names) for part in parts), sorted(names)[:40]
+
+
+def test_what_ranks_cannot_share(tmp_path: Path) -> None:
+    mixture = build_skeleton(save_mixture("mixtral", tmp_path / "mixtral"), task=LanguageModel())
+    check_expert_parallel(mixture, ep=4)
+    with pytest.raises(UserError, match=r"mesh\.ep: 3 does not divide the 4 experts of a block; nearest: mesh\.ep 2"):
+        check_expert_parallel(mixture, ep=3)
+    dense = build_skeleton(backbone_directory(list_backbones()[0]), task=LanguageModel())
+    with pytest.raises(UserError, match="this backbone has no mixture of experts"):
+        check_expert_parallel(dense, ep=2)
 
 
 @pytest.mark.slow

@@ -265,9 +265,14 @@ _MIXTRAL = {
         ({}, ["--mesh.tp", "16", "--gpus", "16xH100-80"], "16 does not divide the 24 attention heads"),
         ({}, ["--mesh.pp", "32", "--gpus", "32xH100-80"], "32 × 1 stages are more than the 28 blocks"),
         (
-            _MIXTRAL,
+            {**_MIXTRAL, "model_type": "gpt_oss"},
             ["--mesh.tp", "2", "--train.max_length", "64"],
-            "mesh.tp: model type 'mixtral' cannot be split: transformers splits its mlp.experts.gate_up_proj",
+            "mesh.tp: model type 'gpt_oss' cannot be split: transformers has no plan for its blocks",
+        ),
+        (
+            _MIXTRAL,
+            ["--mesh.dp", "4", "--mesh.tp", "2", "--mesh.ep", "2", "--train.max_length", "64"],
+            "mesh.ep > 1 does not go with mesh.tp > 1",
         ),
         ({"model_type": "stablelm"}, ["--mesh.pp", "2"], "mesh.pp: stablelm models cannot be cut into pipeline stages"),
         ({"hidden_size": None}, [], "it lacks hidden_size"),

@@ -49,7 +49,7 @@ def tensor_parallel(model: nn.Module, *, world: ProcessMesh, sequence_parallel: 
             bias: Any = entry.get_submodule(str(region.bias))
             slicer.slice(bias.weight, 1)
             bias.embedding_dim //= width
-        islands = {experts.block for experts in match.experts} if sequence_parallel else set()
+        mixtures = {experts.block for experts in match.experts} if sequence_parallel else set()
         for matched in match.regions:
             shared = matched.shared_heads(width)
             for name, layer in matched.columns.items():
@@ -66,16 +66,16 @@ def tensor_parallel(model: nn.Module, *, world: ProcessMesh, sequence_parallel: 
                 slicer.keep_whole(matched.entry)
                 slicer.layout.gathered.add(slicer.names[matched.entry])
             slicer.mark_partial(matched.entry)
-            inside = any(matched.entry in island.modules() for island in islands)
+            inside = any(matched.entry in mixture.modules() for mixture in mixtures)
             _register_border_hooks(matched, group, sequence_parallel=sequence_parallel and not inside)
         if match.plan.experts:  # some of their plans leave the attention whole
             entries = {matched.entry for matched in match.regions}
             slicer.layout.gathered |= {slicer.names[m] for m in attention_modules(base) if m not in entries}
         for experts in match.experts:
             _split_experts(experts, slicer, group)
-        for island in islands:
-            _gather_tokens_inside(island, group)
-            slicer.keep_whole(island)
+        for mixture in mixtures:
+            _gather_tokens_inside(mixture, group)
+            slicer.keep_whole(mixture)
         _cut_vocabulary([*match.embeddings.values(), *filter(None, [match.head])], slicer, group)
         if sequence_parallel:
             _split_tokens(match, slicer, group)
