@@ -196,10 +196,11 @@ def _wrap_with_peft(backbone: PreTrainedModel, config: LoraConfig, **options: An
 def _without_renaming() -> Iterator[None]:
     """Make PEFT adapt the layers that are named, also those with a name that experts had before transformers 5
     (`flatshift.finetune.adapters.settings`)."""
-    from peft.utils import transformers_weight_conversion as conversion
+    from peft.utils import transformers_weight_conversion
 
+    conversion: Any = transformers_weight_conversion
     convert = conversion.convert_peft_config_for_transformers
-    conversion.convert_peft_config_for_transformers = lambda config, model, conversions: None
+    conversion.convert_peft_config_for_transformers = lambda peft_config, model, conversions: None
     try:
         yield
     finally:

@@ -284,10 +284,10 @@ def renamed_layers(backbone: PreTrainedModel, names: Iterable[str]) -> list[str]
     return [name for name in names if leaves[name.rsplit(".", 1)[-1]]]
 
 
-def saved_as_parameters(config: LoraConfig, backbone: PreTrainedModel) -> LoraConfig:
+def saved_as_parameters(config: Any, backbone: Any) -> Any:
     """Return `config` as it is written to a file: `renamed_layers` as parameters, each with its rank and alpha, and
     then without dropout, which PEFT has for modules alone."""
-    targets = config.target_modules
+    targets = getattr(config, "target_modules", None)  # soft tokens have none
     renamed = [] if targets is None or isinstance(targets, str) else renamed_layers(backbone, sorted(targets))
     if not renamed:
         return config
@@ -298,7 +298,7 @@ def saved_as_parameters(config: LoraConfig, backbone: PreTrainedModel) -> LoraCo
 
     return dataclasses.replace(
         config,
-        target_modules=sorted(set(targets or ()) - set(renamed)),
+        target_modules=sorted(set(config.target_modules or ()) - set(renamed)),
         target_parameters=sorted([*(config.target_parameters or ()), *(f"{name}.weight" for name in renamed)]),
         rank_pattern=by_parameter(config.rank_pattern or {}),
         alpha_pattern=by_parameter(config.alpha_pattern or {}),

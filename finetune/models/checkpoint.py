@@ -10,10 +10,11 @@ shapes alone.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..atomic import read_json_object
 from ..compute.capabilities import seeded_rng
 from ..errors import UserError, first_error_line
+from .dequantize import QuantizedTensor, find_quantized
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -43,6 +46,7 @@ DTYPES = {
     "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 _LENGTH = 8  # bytes that hold the header's length, little endian
 _LONGEST = 100_000_000  # bytes of a header, the limit of the format
@@ -57,6 +61,8 @@ class TensorEntry:
     shape: tuple[int, ...]
     offset: int
     """Byte offset of the tensor in its file, for reading in order."""
+    quantized: QuantizedTensor | None = None
+    """A weight that the files store quantised, of which this entry describes the floats."""
 
     @property
     def bytes(self) -> int:
@@ -131,6 +137,32 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
     return entries
 
 
+def read_floats(directory: Path) -> dict[str, TensorEntry]:
+    """Return the tensors of `read_index`, with one of floats for each weight that the files store quantised.
+
+    Raises UserError as `read_index`, or for a quantisation that is not read (`flatshift.finetune.models.dequantize`).
+    """
+    entries, config = read_index(directory), directory / "config.json"
+    settings = read_json_object(config, fix="fetch the backbone again").get("quantization_config")
+    if settings is None:
+        return entries
+    weights = find_quantized(entries, settings if isinstance(settings, dict) else {}, context=str(directory))
+    stored = {key for weight in weights.values() for key, _ in weight.parts.values()}
+    floats = {key: entry for key, entry in entries.items() if key not in stored}
+    bare = [key for key, entry in floats.items() if entry.dtype.is_floating_point and entry.dtype.itemsize == 1]
+    if bare:
+        raise UserError(f"{directory}: the scales of {bare[0]} are not among its weights; take the unquantised one")
+    for name, weight in weights.items():
+        (first, *_) = (entries[key] for key, _ in weight.parts.values())
+        floats[name] = TensorEntry(first.file, torch.bfloat16, weight.shape, first.offset, weight)
+    return floats
+
+
+def open_slice(file: Any, key: str, entry: TensorEntry) -> Any:
+    """Return a view of the tensor `key` of an open safetensors `file`, which reads what it is indexed with."""
+    return file.get_slice(key) if entry.quantized is None else entry.quantized
+
+
 _WRAPPER = re.compile(r"(^|\.)(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)(?=\.|$)")
 _PART = re.compile(r"^part\d+\.")
 _BASE_LAYER = re.compile(r"\.base_layer(?!\.lora_)")
@@ -168,11 +200,16 @@ class CheckpointFiles:
 
         Weights that are tied in `model` but have different values in the files are untied, as in transformers.
 
-        Raises UserError as `read_index`.
+        Raises UserError as `read_floats`, or for quantised weights that need a conversion.
         """
-        entries = read_index(directory)
+        entries = read_floats(directory)
         state = model.state_dict()
         keys, sources = _match_names(model, sorted(entries, key=_natural_sort_key), state)
+        if sources and any(entry.quantized is not None for entry in entries.values()):
+            raise UserError(
+                f"{directory} is quantised, and transformers builds {min(sources)} from several of its tensors, "
+                "which is done with floats only; take the unquantised one"
+            )
         _untie_different(model, keys, entries)
         for target, source in model.all_tied_weights_keys.items():
             for name, tied in ((target, source), (source, target)):
@@ -197,6 +234,12 @@ class CheckpointFiles:
             config=model.config,
             dtype=model.dtype,
         )
+
+    def without(self, names: Collection[str]) -> CheckpointFiles:
+        """Return the same checkpoint without the tensors of these model names."""
+        keys = {name: key for name, key in self.keys.items() if name not in names}
+        shapes = {name: shape for name, shape in self.shapes.items() if name not in names}
+        return dataclasses.replace(self, keys=keys, shapes=shapes)
 
 
 @torch.no_grad()
@@ -289,7 +332,10 @@ def weight_reader(model: PreTrainedModel) -> Callable[[str], Tensor]:
     checkpoint: Any = model.checkpoint  # type: ignore[assignment]
 
     def tensor(key: str) -> Tensor:
-        with safe_open(checkpoint.entries[key].file, "pt") as file:
+        entry = checkpoint.entries[key]
+        if entry.quantized is not None:
+            return entry.quantized[:]
+        with safe_open(entry.file, "pt") as file:
             value: Tensor = file.get_tensor(key)
         return value
 
@@ -324,7 +370,7 @@ def _are_tensors_equal(key_a: str, key_b: str, entries: dict[str, TensorEntry]) 
     if a.shape != b.shape:
         return False
     with safe_open(a.file, "pt") as file_a, safe_open(b.file, "pt") as file_b:
-        rows_a, rows_b = file_a.get_slice(key_a), file_b.get_slice(key_b)
+        rows_a, rows_b = open_slice(file_a, key_a, a), open_slice(file_b, key_b, b)
         rows = max(1, (4 << 20) // max(1, a.bytes // max(1, a.shape[0])))
         starts = range(0, a.shape[0], rows)
         return all(torch.equal(rows_a[s : s + rows], rows_b[s : s + rows]) for s in starts)

@@ -10,6 +10,7 @@ no weight is read before all checks have passed; no rank ever has more than its 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,13 +24,20 @@ from ..config import Adapter, Mesh, Train
 from ..errors import UserError
 from ..figures import format_bytes
 from ..models.anatomy import is_conv1d
+from ..models.backbone import open_backbone
 from ..models.checkpoint import canonical_name
 from ..models.load import load_backbone
-from ..models.quantize import describe_quantization, unwrap_packed
+from ..models.quantize import (
+    check_available,
+    describe_quantization,
+    is_four_bit,
+    prepare_quantized,
+    quantize_skeleton,
+)
 from ..tasks import Task
 from .activation_checkpoint import checkpoint_activations
 from .engine import Engine
-from .mesh import SHARDS, ProcessMesh
+from .mesh import ProcessMesh
 
 _TOKENS_FIRST = ("xlnet", "fsmt")
 """Model types that compute with (tokens, rows, features)."""
@@ -59,7 +67,7 @@ def build_engine(
     """
     if train.precision == "auto":
         train = dataclasses.replace(train, precision="fp32")
-    if world.size > 1 and train.quantization is None:
+    if world.size > 1 and train.quantization != "int8":
         return _build_mesh_engine(
             backbone, task=task, adapter=adapter, train=train, mesh=mesh, world=world, label_names=label_names, log=log
         )
@@ -117,11 +125,7 @@ def check_mesh_support(model: Any) -> None:
 
 
 def _build_quantised_engine(model: Any, *, train: Train, mesh: Mesh, world: ProcessMesh) -> Engine:
-    """Return the engine of a quantised base model, which every rank reads and quantises whole before keeping its shard.
-
-    This takes a quarter or half of its bytes in bf16: blocks of packed values do not follow the rows by which files are
-    read, and double quantisation needs all scales of a weight.
-    """
+    """Return the engine of a base model in int8, which every rank keeps whole."""
     from .context import ContextParallel, check_context
     from .fsdp import shard
 
@@ -130,8 +134,6 @@ def _build_quantised_engine(model: Any, *, train: Train, mesh: Mesh, world: Proc
         check_context(model)
     tokens = ContextParallel(world).attach(model) if mesh.cp > 1 else None
     checkpoint_activations(model, train.checkpointing)
-    if world.width(*SHARDS) > 1 and mesh.zero == 3:
-        unwrap_packed(model)
     sharding = shard(model, mesh=mesh, world=world)
     return Engine(model, world, sharding=sharding, tokens=tokens, multiple=1 if tokens is None else tokens.multiple)
 
@@ -153,14 +155,17 @@ def _build_mesh_engine(
     from .fsdp import shard
     from .pipeline import PipelineRunner, build_rank_stages
     from .tensor import check_tensor_plan, split_tied_vocabulary, tensor_parallel
-    from .weights import load_weights, materialize
+    from .weights import load_packed_layers, load_weights, materialize, pack_layers
 
     def build_model() -> Any:
         skeleton = build_skeleton(
             backbone, task=task, label_names=label_names, precision=train.precision, dropout=train.backbone_dropout
         )
+        if train.quantization is not None:
+            quantize_skeleton(skeleton, train.quantization, context=open_backbone(backbone).where)
         return attach_on_meta(skeleton, adapter, task=task, dtype=adapter_dtype(train))
 
+    check_available(train.quantization)
     model = build_model()
     check_mesh_support(model)
     base = model.get_base_model()
@@ -179,11 +184,17 @@ def _build_mesh_engine(
     split_tied_vocabulary(model, mesh=mesh, world=world, layout=layout)
     tokens = ContextParallel(world).attach(model) if mesh.cp > 1 else None
     checkpoint_activations(model, train.checkpointing)
+    packed = pack_layers(model, layout)
     sharding = shard(model, mesh=mesh, world=world, reshard=False if mesh.pp > 1 else None)
     materialize(model, world.device, offload=mesh.offload)
-    loaded = load_weights(model, checkpoint, layout=layout, world=world)
-    rate = loaded.bytes / max(loaded.seconds, 1e-9)
-    log(f"read {format_bytes(loaded.bytes)} of weights at {format_bytes(round(rate))}/s")
+    began = time.monotonic()
+    loaded = load_weights(model, checkpoint.without(packed), layout=layout, world=world)
+    count = loaded.bytes + load_packed_layers(packed, checkpoint, layout=layout, world=world)
+    prepare_quantized(model)
+    rate = count / max(time.monotonic() - began, 1e-9)
+    log(f"read {format_bytes(count)} of weights at {format_bytes(round(rate))}/s")
+    if train.quantization is not None:
+        log(describe_quantization(model, train.quantization))
     engine = Engine(
         model,
         world,
@@ -193,7 +204,9 @@ def _build_mesh_engine(
         tokens=tokens,
         multiple=(1 if tokens is None else tokens.multiple) * (mesh.tp if mesh.sequence_parallel else 1),
     )
-    _initialise_missing_parameters(engine, shapes, loaded.unread, seed=train.seed, deviation=deviation)
+    packed_names = {*packed, *(name.removesuffix("weight") + "absmax" for name in packed)}
+    unread = [name for name in loaded.unread if canonical_name(name) not in packed_names]
+    _initialise_missing_parameters(engine, shapes, unread, seed=train.seed, deviation=deviation)
     return engine
 
 
@@ -204,6 +217,7 @@ def _initialise_missing_parameters(
     """Initialise by name every parameter that no file has: adapters, new heads and PEFT's frozen copy of them; DoRA's
     magnitudes by the row norms of the base model, gathered one layer at a time."""
     from .layout import copy_local_part, gather_full_tensors
+    from .weights import gather_dequantized
 
     parameters = dict(engine.model.named_parameters())
     for full in unread:
@@ -218,8 +232,12 @@ def _initialise_missing_parameters(
         if "default" not in (getattr(module, "lora_magnitude_vector", None) or ()):
             continue
         base = module.get_base_layer()
-        only = {canonical_name(f"{name}.base_layer.weight"): base.weight}
-        (weight,) = gather_full_tensors(only, parameters=only, layout=engine.layout, world=engine.world).values()
+        weight_name = canonical_name(f"{name}.base_layer.weight")
+        if is_four_bit(base):
+            weight = gather_dequantized(weight_name, base, layout=engine.layout, world=engine.world)
+        else:
+            only = {weight_name: base.weight}
+            (weight,) = gather_full_tensors(only, parameters=only, layout=engine.layout, world=engine.world).values()
         norms = torch.linalg.vector_norm(weight, dim=0 if is_conv1d(base) else 1)
         full = f"{name}.lora_magnitude_vector.default.weight"
         magnitude = parameters[full]

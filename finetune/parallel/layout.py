@@ -124,7 +124,7 @@ def local_index_runs(parameter: Tensor, tp_slice: Slice | None) -> list[Runs]:
         mesh = parameter.device_mesh
         for mesh_dim, dim in _sharded_dims(parameter):
             start, stop = _chunk_bounds(parameter.shape[dim], mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim))
-            runs[dim] = _select_runs(runs[dim], start, stop)
+            runs[dim] = select_runs(runs[dim], start, stop)
     return runs
 
 
@@ -142,7 +142,7 @@ def _chunk_bounds(size: int, rank: int, width: int) -> tuple[int, int]:
     return min(rank * step, size), min((rank + 1) * step, size)
 
 
-def _select_runs(runs: Runs, start: int, stop: int) -> Runs:
+def select_runs(runs: Runs, start: int, stop: int) -> Runs:
     """Return the indices number `start` to `stop` of the concatenated `runs`."""
     selected, offset = [], 0
     for first, last in runs:

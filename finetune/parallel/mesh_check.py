@@ -155,8 +155,8 @@ class SmallCase:
         return verdict[0]
 
     def save(self, folder: Path, dropout: float) -> Task:
-        """Write the copy to `folder`, with `dropout` for each of its own rates above 0 (layers are not left out); return
-        the task it is trained for."""
+        """Write the copy to `folder`, with `dropout` for each of its own rates above 0 (layers are not left out), and
+        return the task it is trained for."""
         for owner, key, rate in dropout_rates(self.config):
             setattr(owner, key, dropout if rate > 0 and "layerdrop" not in key else 0.0)
         task = LanguageModel() if self.task.traits.is_answer_level else self.task

@@ -100,10 +100,12 @@ def predict_footprint(
     """
     width = WIDTHS[train.precision]
     weight_width = 2 if train.backbone_precision == "bf16" else width
-    block_width = _PACKED_BYTES.get(train.quantization or "", weight_width)
+    packed_width = _PACKED_BYTES.get(train.quantization or "", weight_width)
     shards = mesh.dp * mesh.cp
-    block, end = max(backbone.blocks) * block_width, max(backbone.ends, default=0) * weight_width
-    absent_experts = backbone.expert_elements * (1 - 1 / mesh.ep) * block_width
+    experts = backbone.expert_elements * weight_width  # stacked experts are no linear layers, and stay floats
+    block = (max(backbone.blocks) - backbone.expert_elements) * packed_width + experts
+    end = max(backbone.ends, default=0) * weight_width
+    absent_experts = experts * (1 - 1 / mesh.ep)
     # a head that is the embedding itself is split by tokens, not gathered
     is_split = not (backbone.output or backbone.whole_rows or mesh.offload) and mesh.tp * mesh.pp == 1
     unit = int(max(block - absent_experts, 0 if is_split else end)) // mesh.tp
@@ -219,6 +221,8 @@ def _block_bytes(backbone: BackboneSizes, mesh: Mesh, adapter: Adapter, train: T
     unsplit += 2 * width * backbone.routed  # tokens as dispatched to experts, and the experts' outputs
     if adapter.dropout > 0:
         unsplit += (width + 1) * backbone.inputs / backbone.hidden
+    if adapter.dora:  # the magnitudes' gradient takes the outputs of the layer and of its B
+        unsplit += 2 * width * (backbone.adapted_widths[0] * attends + backbone.adapted_widths[1]) / hidden
     return (unsplit + split) / mesh.tp if mesh.sequence_parallel else unsplit + split / mesh.tp
 
 
@@ -242,10 +246,27 @@ def work_bytes(backbone: BackboneSizes, mesh: Mesh, adapter: Adapter, train: Tra
     loss = int(width * (states + 2 * read * backbone.hidden) + logits)
     norm = (20 if width < 4 else 16) * states
     block = max(2 * width * tokens * backbone.feed_forward // mesh.tp, 12 * states)
+    if adapter.dora:
+        block = max(block, _dora_bytes(backbone, train, tokens))
+    elif train.quantization in ("nf4", "nf4-double"):  # a layer's weights are unpacked while it computes
+        block += width * max((math.prod(shape) for shape in backbone.layers), default=0) // mesh.tp
     if train.checkpointing != "full":
         return max(loss, norm, block)
     recomputed = recomputed_bytes(backbone, mesh, adapter, train, tokens)
     return max(loss - recomputed, norm - recomputed, block)
+
+
+def _dora_bytes(backbone: BackboneSizes, train: Train, tokens: int) -> int:
+    """Return the bytes of temporaries of PEFT's DoRA in its largest layer (m, n): an identity (n, n), from which it
+    computes BA, with BA and two sums of W0 and BA, or with BA and four outputs in float32."""
+    width = WIDTHS[train.precision]
+    is_quantized = train.quantization is not None
+
+    def layer(rows: int, columns: int) -> int:
+        sums = (2 + is_quantized) * width * rows * columns
+        return width * (columns + rows) * columns + max(sums, 16 * tokens * rows, 4 * columns**2)
+
+    return max((layer(*shape) for shape in set(backbone.layers)), default=0)
 
 
 def recomputed_bytes(backbone: BackboneSizes, mesh: Mesh, adapter: Adapter, train: Train, tokens: int) -> int:

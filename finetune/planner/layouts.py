@@ -23,6 +23,7 @@ from ..config import WIDTHS, Adapter, Mesh, Train
 from ..errors import UserError
 from ..figures import format_bytes, format_duration
 from ..models.families import block_stacks, find_family, has_expert_plan, is_tried, tensor_plan
+from ..models.quantize import BLOCK
 from .devices import Cluster, Devices, detect_devices
 from .footprint import Footprint, predict_footprint, rows_per_piece
 from .rules import RuleSettings, broken_rule, check_settings
@@ -339,6 +340,9 @@ def is_allowed(option: Mesh, requested: Mesh, settings: RuleSettings, sizes: Bac
     if (option.tp > requested.tp or option.pp > requested.pp) and not is_tried(sizes.kind, grown):
         return False
     splits_widths = family.tensor is not None and not (sizes.heads % option.tp or node % option.tp)
+    if settings.train.quantization in ("nf4", "nf4-double"):  # a layer's inputs are split between blocks of scales
+        widths = (sizes.heads * sizes.head, sizes.feed_forward)
+        splits_widths &= not any(-(-width // option.tp) % BLOCK for width in widths if width % BLOCK == 0)
     splits_blocks = bool(family.stacks) and option.pp * (option.virtual or 1) <= len(sizes.blocks)
     if (option.tp > requested.tp and not splits_widths) or (option.pp > requested.pp and not splits_blocks):
         return False

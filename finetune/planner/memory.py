@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -141,7 +142,8 @@ def _temporary_bytes(model: Any, train: Train, task: Task | None, gradients: int
         for name, parameter in model.named_parameters()
         if not parameter.requires_grad
     }
-    adapter = Adapter(rank=max((len(a) for a, _ in lora_factors(model)), default=1))
+    dora = any(getattr(module, "lora_magnitude_vector", None) for module in model.modules())
+    adapter = Adapter(rank=max((len(a) for a, _ in lora_factors(model)), default=1), dora=dora)
     try:
         sizes = BackboneSizes.of(model.config.to_dict(), shapes, adapter)
     except UserError:
@@ -221,19 +223,22 @@ def _one_row(model: Any, tokens: int, train: Train) -> Iterator[Callable[[], Ten
 def count_saved_bytes(model: nn.Module, forward: Callable[[], object]) -> int:
     """Return the bytes that autograd keeps while the output of `forward` is alive, the model's own excluded."""
     weights = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    storages: dict[int, int] = {}
+    alive: weakref.WeakSet[_SavedTensor] = weakref.WeakSet()  # without those of graphs that end within the pass
 
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            storages[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # an output saved by its own node would otherwise keep the graph alive in a cycle
+    def keep(tensor: Tensor) -> _SavedTensor:
+        alive.add(entry := _SavedTensor(tensor))
+        return entry
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        output = forward()  # keep alive until the sum is taken: freed storages would have their addresses reused
-        total = sum(storages.values())
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda entry: entry.tensor):
+        output = forward()  # keep alive until the sum is taken
+        storages = {s.data_ptr(): s.nbytes() for s in (entry.tensor.untyped_storage() for entry in alive)}
         del output
-    return total
+    return sum(size for address, size in storages.items() if address not in weights)
+
+
+class _SavedTensor:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()  # an output saved by its own node would otherwise keep the graph alive in a cycle
 
 
 def plan_lines(model: nn.Module, *, train: Train, optimizer: Optimizer, plan: MemoryPlan | None = None) -> list[str]:

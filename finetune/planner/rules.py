@@ -153,8 +153,11 @@ _ROWS: tuple[_Row, ...] = (
     ("train.backbone_precision: bf16", REQUIRES, "one rank, and no train.quantization",
      "shards and packed weights have layers of their own", "use mesh.dp, which divides the weights, or leave it out",
      lambda s: s.train.backbone_precision == "bf16" and (s.mesh.size > 1 or s.train.quantization is not None)),
-    ("train.quantization", INCOMPATIBLE, "mesh.tp > 1 or mesh.pp > 1", "packed weights are quantised whole",
-     "use mesh.dp or mesh.replicate", lambda s: s.train.quantization is not None and s.mesh.tp * s.mesh.pp > 1),
+    ("train.quantization: int8", INCOMPATIBLE, "mesh.tp > 1 or mesh.pp > 1", "each rank has all 8-bit layers",
+     "set train.quantization: nf4, or use mesh.replicate",
+     lambda s: s.train.quantization == "int8" and s.mesh.tp * s.mesh.pp > 1),
+    ("train.quantization: nf4-double", INCOMPATIBLE, "mesh.tp > 1", "blocks of 256 scales cross the borders of ranks",
+     "set train.quantization: nf4", lambda s: s.train.quantization == "nf4-double" and s.mesh.tp > 1),
     ("train.quantization: int8", INCOMPATIBLE, "sharded weights (mesh.dp or mesh.cp > 1 at mesh.zero: 3)",
      "bitsandbytes computes with a whole copy of its own", "set train.quantization: nf4, mesh.zero: 1, or use "
      "mesh.replicate",

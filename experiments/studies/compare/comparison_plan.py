@@ -258,9 +258,10 @@ class TaskRows:
     classes: tuple[str, ...] | None
 
     def write(self, folder: Path) -> None:
-        """Write one file per split."""
+        """Write one file per split, without the column that names it."""
         for split in ("train", "validation", "test"):
-            lines = [json.dumps(record, ensure_ascii=False, default=str) for record in getattr(self, split)]
+            records = [{key: record[key] for key in record if key != _SPLIT} for record in getattr(self, split)]
+            lines = [json.dumps(record, ensure_ascii=False, default=str) for record in records]
             write_text(folder / f"{split}.jsonl", "\n".join(lines) + "\n")
 
     def apply_to(self, recipe: Recipe, own: StudyTask, folder: Path, evaluated: EvaluationRows) -> Recipe:

@@ -146,9 +146,13 @@ CASES: dict[tuple[str, str], tuple[dict, dict]] = {
         {"soft_tokens": 1, "projector": Projector(), "quantization": "nf4", "task": LanguageModel(pack=False)},
         {"soft_tokens": 1, "projector": Projector(), "task": LanguageModel(pack=False)},
     ),
-    ("train.quantization", "mesh.tp > 1 or mesh.pp > 1"): (
-        {"quantization": "nf4", "pp": 2},
-        {"quantization": "nf4", "dp": 2, "replicate": 2},
+    ("train.quantization: int8", "mesh.tp > 1 or mesh.pp > 1"): (
+        {"quantization": "int8", "pp": 2},
+        {"quantization": "nf4", "tp": 2, "pp": 2},
+    ),
+    ("train.quantization: nf4-double", "mesh.tp > 1"): (
+        {"quantization": "nf4-double", "tp": 2},
+        {"quantization": "nf4-double", "pp": 2},
     ),
     ("train.quantization: int8", "sharded weights (mesh.dp or mesh.cp > 1 at mesh.zero: 3)"): (
         {"quantization": "int8", "dp": 2},
