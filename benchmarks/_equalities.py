@@ -66,8 +66,9 @@ _ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "t5": ("T5ForConditionalGeneration", "T5Config", {**_T5, **_SMOOTH, **_IDS, "decoder_start_token_id": 0}),
     "bert": ("BertModel", "BertConfig", {**_SIZES, **_IDS, **_DRY, "initializer_range": 0.06}),
     "roberta": ("RobertaModel", "RobertaConfig", {**_SIZES, **_IDS, **_DRY, "initializer_range": 0.06}),
+    "eurobert": ("EuroBertModel", "EuroBertConfig", {**_SIZES, **_IDS, **_SPREAD, **_GROUPED, "mask_token_id": 3}),
 }  # fmt: skip
-_ENCODERS = ("bert", "roberta")
+_ENCODERS = ("bert", "roberta", "eurobert")
 _LATENT = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
 _GROUPS = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 MIXTURES: dict[str, dict[str, Any]] = {

@@ -22,7 +22,20 @@ from benchmarks.sharding_equalities import cells, write_references
 from flatshift.finetune.config import Mesh
 
 FAMILIES = (
-    *("apertus", "arcee", "bert", "cohere", "cohere2", "cwm", "ernie4_5", "exaone", "exaone4", "gemma", "gemma2"),
+    *(
+        "apertus",
+        "arcee",
+        "bert",
+        "cohere",
+        "cohere2",
+        "cwm",
+        "ernie4_5",
+        "eurobert",
+        "exaone",
+        "exaone4",
+        "gemma",
+        "gemma2",
+    ),
     *("gemma3_text", "glm", "glm4", "gpt2", "gpt_neox", "gptj", "granite", "helium", "hyperclovax", "internlm3"),
     *("iquestcoder", "jais2", "llama", "ministral", "ministral3", "mistral", "nanochat", "nemotron", "olmo", "olmo2"),
     *("granite_swa", "qwen3_5_text", *MIXTURES),

@@ -30,7 +30,7 @@ A recipe is YAML 1.2 that fills the settings below; what it leaves out keeps its
 text. An unknown key is an error with file:line and the nearest name.
 
 - Order: defaults < `extends:` < the file < the command line.
-- Every key is a flag: `--train.steps 400`, `--adapter.targets '[q_proj, v_proj]'`; `-` and `_` are equal.
+- Every key is a flag: `--train.steps 400`, `--adapter.targets q_proj v_proj`; `-` and `_` are equal.
 - A component with kinds is chosen by `kind:`; `regularizer: ggpo` is short for `regularizer: {{kind: ggpo}}`.
 - Relative paths are relative to where the command runs. `sample:NAME` is a file that ships with Flatshift.
 - `recipe.resolved.yaml` in the run directory is the resolved recipe, with the place each value came from.
