@@ -87,8 +87,9 @@ def check_mesh_equality(
         small = shrink_config(config, mesh)
     except Exception as error:  # each architecture validates its own configuration
         raise UserError(f"mesh: {config.model_type} on {world} {_NO_COPY} ({first_error_line(error)})") from error
-    for owner, name, _ in dropout_rates(small) if train.backbone_dropout is not None else ():
-        setattr(owner, name, train.backbone_dropout)
+    for owner, name, rate in dropout_rates(small) if train.backbone_dropout is not None else ():
+        if rate != train.backbone_dropout:
+            setattr(owner, name, train.backbone_dropout)
     drops = adapter.dropout > 0 or any(rate > 0 for _, _, rate in dropout_rates(small))
     key = record_digest(
         {
@@ -160,7 +161,8 @@ class SmallCase:
         Returns the task that it is trained for.
         """
         for owner, key, rate in dropout_rates(self.config):
-            setattr(owner, key, dropout if rate > 0 and "layerdrop" not in key else 0.0)
+            if rate > 0:
+                setattr(owner, key, 0.0 if "layerdrop" in key else dropout)
         task = LanguageModel() if self.task.traits.is_answer_level else self.task
         with_head, _ = auto_class(task, num_labels=2, label_names=None)
         auto = transformers.AutoModel if task.traits.has_new_head else with_head
@@ -291,16 +293,16 @@ def _small_train(train: Train, world: ProcessMesh) -> Train:
 
 
 def shrink_config(config: Any, mesh: Mesh) -> Any:
-    """Return transformers' `config` with few blocks and small widths: all widths divided by one number, so that heads
-    and what depends on their size stay as they are, and blocks of every kind."""
+    """Return transformers' `config` with few blocks, of every kind, and small widths: all widths are divided by one
+    number, and if the model is wide still, its heads and all widths but theirs by four."""
     values = config.to_dict()
     values.pop("quantization_config", None)
     virtual = virtual_stages(mesh.schedule, mesh.virtual) if mesh.pp > 1 else 1
     blocks = max(2, mesh.pp * virtual)
     try:
-        return type(config).from_dict(_shrink(values, config, blocks))
+        return type(config).from_dict(_shrink(values, config, blocks, mesh.tp))
     except Exception:  # Gemma wants a width that its heads divide, although theirs is another
-        return type(config).from_dict(_shrink(values, config, blocks, by_heads=True))
+        return type(config).from_dict(_shrink(values, config, blocks, mesh.tp, by_heads=True))
 
 
 _WIDTH = re.compile(
@@ -316,7 +318,7 @@ _BLOCKS = re.compile(
 _PERIOD = re.compile(r"(period|_step|every\w*|interval|freq\w*|pattern|layer_group_size)$")
 
 
-def _shrink(values: Mapping[str, Any], config: Any, blocks: int, *, by_heads: bool = False) -> dict[str, Any]:
+def _shrink(values: Mapping[str, Any], config: Any, blocks: int, tp: int, *, by_heads: bool = False) -> dict[str, Any]:
     """Return the keys `values` of `config` for a small copy, of it and of the configurations in it."""
     hidden, heads, count = (
         values.get(config.attribute_map.get(name, name))
@@ -326,14 +328,19 @@ def _shrink(values: Mapping[str, Any], config: Any, blocks: int, *, by_heads: bo
     widths = {key: value for key, value in values.items() if type(value) is int and _is_width(key)}
     unit = heads if by_heads and type(heads) is int and type(hidden) is int and hidden % heads == 0 else 1
     divisor = _find_divisor([values, *layers.values()], values.get("rope_parameters") or {}, hidden, heads, unit)
+    counts = {key: value for key, value in values.items() if type(value) is int and re.search("heads?$", key)}
+    wide = type(hidden) is int and hidden // divisor > 512
+    fewer = 4 if wide and not any(value % (4 * tp) for value in counts.values()) else 1
     kept = _choose_blocks(values, count, blocks) if type(count) is int else list(range(blocks))
     small: dict[str, Any] = {}
     for key, value in values.items():
         inner = getattr(config, key, None) if isinstance(value, dict) else None
         if isinstance(value, dict) and hasattr(inner, "to_dict"):
-            small[key] = _shrink(value, inner, blocks, by_heads=by_heads)
+            small[key] = _shrink(value, inner, blocks, tp, by_heads=by_heads)
         elif key in widths:
-            small[key] = max(1, value // divisor)
+            small[key] = max(1, value // divisor // (1 if _is_of_head(key) else fewer))
+        elif key in counts:
+            small[key] = value // fewer
         elif key == "per_layer_config" and layers:
             own = {new: layers.get(f"{old:02d}", {}) for new, old in enumerate(kept)}
             small[key] = {
@@ -353,11 +360,15 @@ def _is_width(key: str) -> bool:
     return _WIDTH.search(key) is not None and _NO_WIDTH.search(key) is None
 
 
+def _is_of_head(key: str) -> bool:
+    return "head" in key or key == "d_kv"
+
+
 def _find_divisor(parts: list[Mapping[str, Any]], rope: Mapping[str, Any], hidden: Any, heads: Any, unit: int) -> int:
     """Return the largest power of two up to 64 that divides the width of the model to a multiple of `unit` of at least
     32, and those of its heads to even numbers of at least 4 (of states and rotated parts 2)."""
     sizes = {key: value for part in parts for key, value in part.items() if type(value) is int and _is_width(key)}
-    smallest = {size: 2 if "mamba" in key else 4 for key, size in sizes.items() if "head" in key or key == "d_kv"}
+    smallest = {size: 2 if "mamba" in key else 4 for key, size in sizes.items() if _is_of_head(key)}
     if not smallest and type(hidden) is int and type(heads) is int and heads:
         smallest[hidden // heads] = 4
     rotated = [value for part in (*parts, rope) for key, value in part.items() if key in _ROTATED and value]

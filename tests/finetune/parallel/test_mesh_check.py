@@ -46,6 +46,9 @@ def test_heads_stay_and_widths_are_divided_by_one_number() -> None:
     assert (config.num_attention_heads, config.num_key_value_heads) == (32, 8)
     assert config.vocab_size == 256 and small("gpt2", vocab_size=50257).vocab_size == 257
     assert config.rope_parameters["rope_theta"] == 5e5
+    neox = small("gpt_neox", hidden_size=6144, intermediate_size=24576, num_attention_heads=64)
+    assert (neox.hidden_size, neox.intermediate_size, neox.num_attention_heads) == (384, 1536, 16)
+    assert small("gpt_neox", Mesh(tp=32), hidden_size=6144, num_attention_heads=64).num_attention_heads == 64
     assert small("llama", Mesh(pp=4)).num_hidden_layers == 4
     assert small("llama", Mesh(pp=2, schedule="interleaved")).num_hidden_layers == 4
 
