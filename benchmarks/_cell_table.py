@@ -95,9 +95,9 @@ def _type(values: Iterable[Any]) -> pa.DataType:
 def _encode(value: Any, kind: pa.DataType) -> Any:
     """A value as Arrow takes it."""
     if pa.types.is_struct(kind) and value is not None:
-        found = {field.name: field for field in kind}
+        results = {field.name: field for field in kind}
         return {
-            key: json.dumps(one) if found[key].metadata == _JSON else _encode(one, found[key].type)
+            key: json.dumps(one) if results[key].metadata == _JSON else _encode(one, results[key].type)
             for key, one in value.items()
         }
     if pa.types.is_list(kind) and value is not None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatshift.finetune.parallel.mesh import AXES, ProcessMesh
+from flatshift.finetune.parallel.mesh import ProcessMesh
 
 SCALARS = "scalars"
 _SMALL = 64
@@ -81,7 +81,8 @@ class Collectives(TorchDispatchMode):
             whole = self._world.mesh.mesh
             places = [(whole == rank).nonzero()[0] for rank in dist.get_process_group_ranks(group)]
             differ = (torch.stack(places) != places[0]).any(0).tolist()
-            self._axes[group.group_name] = "+".join(axis for axis, yes in zip(AXES, differ, strict=True) if yes)
+            axes: tuple[str, ...] = self._world.mesh.mesh_dim_names or ()
+            self._axes[group.group_name] = "+".join(axis for axis, yes in zip(axes, differ, strict=True) if yes)
         return self._axes[group.group_name]
 
     def figures(self) -> dict[str, list[int]]:

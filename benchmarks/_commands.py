@@ -68,13 +68,13 @@ def state_of(pid: int) -> tuple[str, int]:
 
 def children_of(parent: int, command: bytes = b"") -> list[int]:
     """Process ids of the living children of a process that have `command` in their command line, the oldest first."""
-    found = []
+    results = []
     for folder in Path("/proc").glob("[0-9]*"):
         state, above = state_of(int(folder.name))
         with contextlib.suppress(OSError):  # it is gone meanwhile
             if above == parent and state != "Z" and command in (folder / "cmdline").read_bytes():
-                found.append(int(folder.name))
-    return sorted(found)
+                results.append(int(folder.name))
+    return sorted(results)
 
 
 def wait_until(process: subprocess.Popen[str], reached: Callable[[], bool]) -> bool:

@@ -64,25 +64,25 @@ def planned(study: Study, file: Path) -> dict[str, str]:
 
 def _cells(study: Study, file: Path) -> list[Cell]:
     base, axes = block(study)
-    found = SweepBase.of(study.recipe, overrides(file)).plan(axes, base.seeds, design=base.design, points=base.points)
-    return list(found)
+    result = SweepBase.of(study.recipe, overrides(file)).plan(axes, base.seeds, design=base.design, points=base.points)
+    return list(result)
 
 
 def block(study: Study) -> tuple[SweepConfig, Axes]:
     """The `sweep` block of the study's recipe, and its axes."""
-    found = load_recipe(study.recipe, []).recipe.sweep
-    assert found is not None
-    return found, {key: axis_values(key, values) for key, values in found.grid.items()}
+    result = load_recipe(study.recipe, []).recipe.sweep
+    assert result is not None
+    return result, {key: axis_values(key, values) for key, values in result.grid.items()}
 
 
 def _names(cells: Sequence[Cell], file: Path) -> dict[str, str]:
     content = hashlib.sha256(file.read_bytes()).hexdigest()
-    found = {}
+    results = {}
     for cell in cells:
         data = cell.resolved.recipe.data
         nowhere = replace(data, train=replace(data.train, files=()))
-        found[recipe_key(replace(cell.resolved.recipe, data=nowhere), [content])] = cell.key
-    return found
+        results[recipe_key(replace(cell.resolved.recipe, data=nowhere), [content])] = cell.key
+    return results
 
 
 def overrides(file: Path) -> list[Branch]:
@@ -102,9 +102,9 @@ def pack(out: Path, table: Path, names: Mapping[str, str]) -> None:
         result, trace = out / "cells" / key / RESULT, out / "cells" / key / "trace.jsonl"
         if result.is_file():
             lines = trace.read_text(encoding="utf-8").splitlines() if trace.is_file() else []
-            found = json.loads(result.read_text(encoding="utf-8"))
-            found.pop("seal", None)  # of files that the table does not have
-            cells[name] = {"result": found, "trace": [json.loads(line) for line in lines]}
+            outcome = json.loads(result.read_text(encoding="utf-8"))
+            outcome.pop("seal", None)  # of files that the table does not have
+            cells[name] = {"result": outcome, "trace": [json.loads(line) for line in lines]}
     if cells != before:
         write_cells(table, cells)
 

@@ -82,8 +82,8 @@ def _table(rows: list[dict[str, Any]]) -> str:
 def _cell(value: float | None, bar: float) -> str:
     if value is None:
         return "–"
-    told = "0" if value == 0 else f"{value:.1e}"
-    return told if value <= bar else f"**{told}**"
+    text = "0" if value == 0 else f"{value:.1e}"
+    return text if value <= bar else f"**{text}**"
 
 
 def _reasons(rows: list[dict[str, Any]]) -> str:
@@ -100,8 +100,10 @@ def _reasons(rows: list[dict[str, Any]]) -> str:
 
 def _falls(row: dict[str, Any]) -> str:
     lines = ["| model | first | last | last ÷ first |", "|---|---|---|---|"]
-    for subject, told in row["cells"].items():
+    for subject, result in row["cells"].items():
         model, noise = subject.split("/")
-        share = told["last"] / told["first"]
-        lines.append(f"| {NAMES[model]}, {NOISES[noise]} | {told['first']:.3f} | {told['last']:.3f} | {share:.2f} |")
+        share = result["last"] / result["first"]
+        lines.append(
+            f"| {NAMES[model]}, {NOISES[noise]} | {result['first']:.3f} | {result['last']:.3f} | {share:.2f} |"
+        )
     return "\n".join(lines)

@@ -132,14 +132,14 @@ _ROWS: dict[str, Callable[[str, int], dict[str, Any]]] = {
 
 def byte_level() -> Any:
     """A byte-level BPE as GPT-2's, which adds no special token by itself."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    result = Tokenizer(models.BPE())
+    result.pre_tokenizer, result.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=400, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False
     )
-    made.train_from_iterator(TEXTS, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", pad_token="<pad>", bos_token="<eos>")
+    result.train_from_iterator(TEXTS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=result, eos_token="<eos>", pad_token="<pad>", bos_token="<eos>")
 
 
 def sentencepiece_tokenizer(kind: str, folder: Path) -> Any:

@@ -102,19 +102,19 @@ def interleave(
     ours: Callable[[], Any], peer: Callable[[], Any], *, rounds: int = 2, measure: Callable[..., float] = cpu_seconds
 ) -> tuple[list[float], list[float]]:
     """Run `rounds` times A B B A; element i of both lists comes from neighbouring runs, so ratios may be paired."""
-    found = in_turn({"ours": ours, "peer": peer}, 2 * rounds, measure=measure)
-    return found["ours"], found["peer"]
+    result = in_turn({"ours": ours, "peer": peer}, 2 * rounds, measure=measure)
+    return result["ours"], result["peer"]
 
 
 def in_turn(
     ways: Mapping[str, Callable[[], Any]], rounds: int, *, measure: Callable[..., float] = cpu_seconds
 ) -> dict[str, list[float]]:
     """Measure each of `ways`, forwards and backwards through them; element i of all lists comes from one round."""
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    results: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds):
         for name in list(ways)[:: 1 if turn % 2 == 0 else -1]:
-            found[name].append(measure(ways[name]))
-    return found
+            results[name].append(measure(ways[name]))
+    return results
 
 
 def call(run: Callable[[], float]) -> float:
@@ -160,10 +160,10 @@ class PeakMemory:
 
 def anonymous_rss() -> int:
     """Bytes of anonymous resident memory (mapped files do not count)."""
-    found = process_bytes("RssAnon")
-    if found is None:
+    result = process_bytes("RssAnon")
+    if result is None:
         raise RuntimeError("RssAnon is not reported by this kernel")
-    return found
+    return result
 
 
 # --------------------------------------------------------------------------------------------- children
@@ -239,8 +239,8 @@ def on_ranks(function: str, ranks: int, *, wall_cap_s: float = 900.0, **argument
             variables = {**os.environ, **{name: str(value) for name, value in place.items()}}
             code = f"from benchmarks._harness import _rank; _rank({function!r}, {json.dumps(arguments)!r}, {folder!r})"
             log = (Path(folder) / f"log{rank}").open("wb")
-            command, told = [sys.executable, "-c", code], None if rank == 0 else log
-            started.append(subprocess.Popen(command, cwd=ROOT, env=variables, stdout=told, stderr=log))
+            command, result = [sys.executable, "-c", code], None if rank == 0 else log
+            started.append(subprocess.Popen(command, cwd=ROOT, env=variables, stdout=result, stderr=log))
         try:
             failed = _first_failure(started, deadline=time.monotonic() + wall_cap_s)
         finally:
@@ -330,7 +330,7 @@ class Benchmark:
         if mine and theirs and len(mine) != len(theirs):
             raise ValueError(f"row {what!r}: {len(mine)} runs of ours beside {len(theirs)} of the peer")
         ratios = [m / t for m, t in zip(mine, theirs, strict=False) if t]
-        judged = statistics.median(ratios) if ratios else (statistics.median(mine) if mine else None)
+        evaluation = statistics.median(ratios) if ratios else (statistics.median(mine) if mine else None)
         if bar is None and bar_op is not None:
             bar = f"{'ratio' if ratios or peer_name else unit} {bar_op} {bar_value:g}"
         row: dict[str, Any] = {
@@ -346,7 +346,9 @@ class Benchmark:
             "bar_op": bar_op,
             "bar_value": bar_value,
             "bar": bar,
-            "holds": bool(_JUDGE[bar_op](judged, bar_value)) if bar_op and mine and judged is not None else None,
+            "holds": bool(_JUDGE[bar_op](evaluation, bar_value))
+            if bar_op and mine and evaluation is not None
+            else None,
         }
         if reason:
             row["reason"] = reason
@@ -456,13 +458,13 @@ def machine() -> dict[str, Any]:
 
 def versions(packages: Sequence[str]) -> dict[str, str | None]:
     """Installed version of each distribution (None: absent), and of Python."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    results: dict[str, str | None] = {"python": platform.python_version()}
     for package in packages:
         try:
-            found[package] = importlib.metadata.version(package)
+            results[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+            results[package] = None
+    return results
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

@@ -68,16 +68,16 @@ def head(recipe_name: str, rank: int, seed: int) -> Head:
     layer = next(module for name, module in engine.model.named_modules() if name.endswith(".classifier"))
 
     def given(examples: Any) -> tuple[Tensor, Tensor]:
-        kept: list[Tensor] = []
+        states: list[Tensor] = []
         order: list[int] = []
-        hook = layer.register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0].detach()))
+        hook = layer.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0].detach()))
         with torch.no_grad():
             for micro in EvalBatching(100, int(tokenizer.pad_token_id or 0)).batches(examples, recipe.task):
                 engine.model(**micro.to(engine.device).inputs)
                 order += [row[0] for row in micro.rows]
         hook.remove()
         back = torch.argsort(torch.tensor(order))
-        return torch.cat(kept)[back].double(), torch.tensor([int(example.labels) for example in examples])
+        return torch.cat(states)[back].double(), torch.tensor([int(example.labels) for example in examples])
 
     rows = given(prepared.train), given(prepared.test)
     return Head(layer.double(), *rows)

@@ -35,8 +35,8 @@ def flags() -> list[str]:
     for line in info.read_text().splitlines():
         name, _, values = line.partition(":")
         if name.strip() in ("flags", "Features"):
-            found = set(values.split())
-            return [flag for flag in (SHOWN if name.strip() == "flags" else ARM) if flag in found]
+            results = set(values.split())
+            return [flag for flag in (SHOWN if name.strip() == "flags" else ARM) if flag in results]
     return []
 
 
@@ -47,8 +47,8 @@ def rehearsal() -> dict[str, str]:
     newer = [name for name in __cpu_dispatch__ if re.match("AVX512|X86_V4", name) and __cpu_features__.get(name)]
     # Inductor's cache is not keyed by what is hidden: code for wider vectors would be taken from it, and be wrong
     cache = str(Path(tempfile.gettempdir()) / "flatshift-rehearsed-inductor")
-    found = {**REHEARSED, "NPY_DISABLE_CPU_FEATURES": " ".join(newer), "TORCHINDUCTOR_CACHE_DIR": cache}
-    return {name: value for name, value in found.items() if value}
+    results = {**REHEARSED, "NPY_DISABLE_CPU_FEATURES": " ".join(newer), "TORCHINDUCTOR_CACHE_DIR": cache}
+    return {name: value for name, value in results.items() if value}
 
 
 def in_force() -> dict[str, str]:

@@ -81,10 +81,10 @@ def limited_rows(bench: Benchmark, folder: str | Path) -> None:
     limit = base + int(SHARE * SIZES.whole_bytes)
     one = train(folder / "one", model=model, mesh={}, limit=limit)
     four = train(folder / "four", model=model, mesh={"dp": RANKS}, limit=limit)
-    said = [line for line in one.errors.splitlines() if line.startswith("flatshift: ")]
+    lines = [line for line in one.errors.splitlines() if line.startswith("flatshift: ")]
     bench.row("limit: weights of the backbone", "bytes", ours=SIZES.whole_bytes)
     bench.row("limit: private memory allowed above a small backbone's", "bytes", ours=limit - base)
-    code = one.code if any("ran out of memory" in line for line in said) else -1
+    code = one.code if any("ran out of memory" in line for line in lines) else -1
     bench.row("limit: exit code of one process, which says that memory ran out", "code", ours=code, exactly=3)
     bench.row("limit: exit code of mesh.dp 4", "code", ours=four.code, exactly=0)
     bench.row("limit: private memory of a rank of mesh.dp 4, at most", "bytes", ours=four.data - base)

@@ -76,8 +76,8 @@ def tfidf() -> Work:
 
 def ngrams() -> Work:
     """Hashed n-grams of the pool (DSIR)."""
-    found = texts(4)
-    return lambda: sum(len(lengths) for _, lengths in NgramHasher(10_000).batches(found))
+    result = texts(4)
+    return lambda: sum(len(lengths) for _, lengths in NgramHasher(10_000).batches(result))
 
 
 def row_norms() -> Work:

@@ -61,7 +61,7 @@ def backbone_of(name: str) -> str:
 def settings() -> list[dict[str, Any]]:
     """For each of `SHAPES` what auto takes here, and CPU-seconds of an update in either dtype by round; in a child."""
     limit_threads(1)
-    found = []
+    results = []
     for name, rows, tokens in SHAPES:
         directory = backbone_of(name)
         shape = feed_forward_shape(open_backbone(directory).directory, tokens=rows * tokens // 2)
@@ -73,16 +73,16 @@ def settings() -> list[dict[str, Any]]:
         if taken["fp32"][0] >= SLOW * taken["bf16"][0]:
             more = in_turn(runs, ROUNDS - 1)
             taken = {dtype: taken[dtype] + more[dtype] for dtype in runs}
-        found.append({"auto": choice.precision, "seconds": taken})
-    return found
+        results.append({"auto": choice.precision, "seconds": taken})
+    return results
 
 
 def precision_rows(bench: Benchmark) -> None:
     """A row for each setting, auto's step ÷ the faster dtype's, and one that counts where auto took the faster."""
     right = count = 0
     for name, environment in instructions().items():
-        found = in_child(f"{HERE}:settings", environment=environment)
-        for (backbone, rows, tokens), one in zip(SHAPES, found, strict=True):
+        result = in_child(f"{HERE}:settings", environment=environment)
+        for (backbone, rows, tokens), one in zip(SHAPES, result, strict=True):
             seconds: dict[str, list[float]] = one["seconds"]
             auto, other = one["auto"], "bf16" if one["auto"] == "fp32" else "fp32"
             ratios = [a / b for a, b in zip(seconds[auto], seconds[other], strict=True)]
@@ -99,7 +99,7 @@ def precision_rows(bench: Benchmark) -> None:
 def narrow(rows: int, tokens: int) -> dict[str, list[float]]:
     """CPU-seconds of an update over weights kept in bf16 and in float32, both computed in float32; in a child."""
     limit_threads(1)
-    runs = [ready_pass(backbone_of(LLAMA), rows, tokens, "fp32", narrow=kept) for kept in (True, False)]
+    runs = [ready_pass(backbone_of(LLAMA), rows, tokens, "fp32", narrow=flag) for flag in (True, False)]
     for run in runs:
         run()
     ours, peer = interleave(*runs, rounds=ROUNDS)
@@ -110,9 +110,9 @@ def narrow_rows(bench: Benchmark) -> None:
     """`train.backbone_precision: bf16` beside float32 weights."""
     for name, environment in instructions().items():
         for rows, tokens in ((4, 16), (8, 64), (8, 256)):
-            found = in_child(f"{HERE}:narrow", rows=rows, tokens=tokens, environment=environment)
+            result = in_child(f"{HERE}:narrow", rows=rows, tokens=tokens, environment=environment)
             what = f"{name}: an update over weights kept in bf16, {LLAMA}, {rows} × {tokens}, fp32"
-            bench.row(what, "CPU-s", **found, peer_name="kept in fp32")
+            bench.row(what, "CPU-s", **result, peer_name="kept in fp32")
 
 
 def threads(backbone: str, rows: int, tokens: int) -> dict[str, list[float]]:
@@ -128,14 +128,14 @@ def threads(backbone: str, rows: int, tokens: int) -> dict[str, list[float]]:
         return time.perf_counter() - begun
 
     ways = {name: lambda count=count: seconds(count) for name, count in counts.items()}
-    found = in_turn(ways, 2 * ROUNDS + 1, measure=call)
-    return {name: taken[1:] for name, taken in found.items()}
+    result = in_turn(ways, 2 * ROUNDS + 1, measure=call)
+    return {name: taken[1:] for name, taken in result.items()}
 
 
 def thread_rows(bench: Benchmark) -> None:
     """What `train.threads: null` takes beside one thread: wall time, so nothing may run beside it."""
     cores = os.cpu_count() or 1
     for backbone, rows, tokens in SHAPES:
-        found = in_child(f"{HERE}:threads", threads=cores, backbone=backbone, rows=rows, tokens=tokens)
+        result = in_child(f"{HERE}:threads", threads=cores, backbone=backbone, rows=rows, tokens=tokens)
         what = f"an update of {backbone}, {rows} × {tokens}, fp32, {cores} threads"
-        bench.row(what, "seconds", **found, peer_name="one thread", maximum=1.05)
+        bench.row(what, "seconds", **result, peer_name="one thread", maximum=1.05)

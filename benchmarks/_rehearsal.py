@@ -206,23 +206,23 @@ def rehearse(
         pad_id=0,
         masking=masking,
     )
-    found, marks = Found(case), [0]
+    result, marks = Found(case), [0]
     with Rehearsal(record, on=on) as seen, dry_stage(), tempfile.TemporaryDirectory() as folder:
 
         def passed() -> bool:
             marks.append(len(seen.waits))
             return False
 
-        made = stage(
+        outcome = stage(
             task, batches, train, Path(folder) / "run", optimizer=Optimizer(lr=1e-3, weight_decay=0.01),
             regularizer=REGULARIZERS[case.regularizer], dev=examples[:3], evaluate=Evaluate(batch_size=2),
-            on_step=lambda line: found.lines.append(line["step"]), stop=passed, callbacks=callbacks,
+            on_step=lambda line: result.lines.append(line["step"]), stop=passed, callbacks=callbacks,
         )  # fmt: skip
-        Trainer(Engine(model.to(on), ProcessMesh.alone(on)), Padder(), made).fit()  # type: ignore[arg-type]
+        Trainer(Engine(model.to(on), ProcessMesh.alone(on)), Padder(), outcome).fit()  # type: ignore[arg-type]
     del marks[steps + 1 :]  # the evaluation at the end asks after each batch
-    found.start, found.end = seen.waits[: marks[1]], seen.waits[marks[-1] :]
-    found.updates = [seen.waits[first:last] for first, last in itertools.pairwise(marks[1:])]
-    return found
+    result.start, result.end = seen.waits[: marks[1]], seen.waits[marks[-1] :]
+    result.updates = [seen.waits[first:last] for first, last in itertools.pairwise(marks[1:])]
+    return result
 
 
 def _adapted(case: Case) -> Any:
@@ -260,7 +260,7 @@ def _backbone(objective: str, precision: str) -> Any:
 
 def rows(objective: str, count: int) -> list[Example]:
     """`count` rows of random tokens for an objective, of 5 to 12 tokens each."""
-    rng, made = np.random.default_rng(0), []
+    rng, results = np.random.default_rng(0), []
     for i in range(count):
         ids = rng.integers(4, VOCABULARY, int(rng.integers(5, 13))).tolist()
         more: dict[str, Any] = {}
@@ -279,8 +279,8 @@ def rows(objective: str, count: int) -> list[Example]:
         elif objective == "masked-lm":
             labels = [-100, ids[1], *[-100] * (len(ids) - 2)]
             more["words"] = [-1, *range(len(ids) - 1)]
-        made.append(Example(ids, labels, f"row-{i}", f"rows:{i + 1}", **more))
-    return made
+        results.append(Example(ids, labels, f"row-{i}", f"rows:{i + 1}", **more))
+    return results
 
 
 def figures(cases: Sequence[Case] | None = None) -> dict[str, Any]:
@@ -304,10 +304,10 @@ def main() -> None:
     places: Counter[str] = Counter()
     count = 0
     for case in all_cases():
-        found, count = rehearse(case), count + 1
-        places.update(str(wait) for update in found.updates for wait in update)
-        if found.most > 1:
-            print(f"{case}: {found.most} waits in an update")
+        result, count = rehearse(case), count + 1
+        places.update(str(wait) for update in result.updates for wait in update)
+        if result.most > 1:
+            print(f"{case}: {result.most} waits in an update")
     print(f"{count} cases")
     for place, times in places.most_common():
         print(f"{times:6}  {place}")

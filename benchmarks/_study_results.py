@@ -27,8 +27,8 @@ def packed(out: Path, table: Path) -> Iterator[None]:
     cells = out / "cells"
     cells.mkdir(parents=True, exist_ok=True)
     for name, result in read_cells(table).items():
-        if not (cells / f"{name}.json").is_file():
-            write_sealed(cells / f"{name}.json", result)
+        if not (cells / name / RESULT).is_file():
+            write_sealed(cells / name / RESULT, result)
     try:
         yield
     finally:
@@ -38,13 +38,12 @@ def packed(out: Path, table: Path) -> Iterator[None]:
 def pack(cells: Path, table: Path) -> None:
     """Add the finished cells in the directory `cells` to `table`, without their seals, which speak of files."""
     before = read_cells(table)
-    files = {file.stem: file for file in cells.glob("*.json")}
-    files |= {file.parent.name: file for file in cells.glob(f"*/{RESULT}")}
-    found = before | {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items()}
-    for result in found.values():
+    files = {file.parent.name: file for file in cells.glob(f"*/{RESULT}")}
+    outcome = before | {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items()}
+    for result in outcome.values():
         result.pop("seal", None)
-    if found != before:
-        write_cells(table, found)
+    if outcome != before:
+        write_cells(table, outcome)
 
 
 def once(file: Path, name: str, make: Callable[[], Any], *, again: bool = False) -> Any:

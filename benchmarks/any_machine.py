@@ -172,12 +172,12 @@ def losses(bench: Benchmark, sets: str, environment: Environment, bf16: bool) ->
                 bench.row(f"loss and its gradient, {what}", "CPU-s", reason=SLOW_BF16, maximum=1.0, **peer)
                 continue
             size: dict[str, Any] = {"vocabulary": vocabulary, "width": width, "rows": rows, "precision": precision}
-            found = in_child(f"{HERE}:loss_times", environment=environment, rounds=rounds, **size)
-            ours, count = found["ours"], found["rows"]
-            bench.row(f"loss and its gradient, {what}", "CPU-s", ours=ours, peer=found["whole"], maximum=1.0, **peer)
-            mine, theirs = found["bytes"]
+            result = in_child(f"{HERE}:loss_times", environment=environment, rounds=rounds, **size)
+            ours, count = result["ours"], result["rows"]
+            bench.row(f"loss and its gradient, {what}", "CPU-s", ours=ours, peer=result["whole"], maximum=1.0, **peer)
+            mine, theirs = result["bytes"]
             bench.row(f"peak memory of the loss, {what}", "bytes", ours=mine, peer=theirs, maximum=0.7, **peer)
-            others = {f"{count // 2} rows": found["half"], f"{count * 2} rows": found["double"]}
+            others = {f"{count // 2} rows": result["half"], f"{count * 2} rows": result["double"]}
             beside_neighbours(bench, f"slice of {count} rows, {what}", ours, others)
 
 
@@ -191,39 +191,41 @@ def layers(bench: Benchmark, sets: str, environment: Environment, bf16: bool) ->
                 bench.row(f"plain LoRA pass, {what}", "CPU-s", reason=SLOW_BF16, maximum=1.0, **peer)
                 continue
             call = {"size": size, "precision": precision, "rounds": 24 if size == "small" else 8}
-            found = in_child(f"{HERE}:layer_times", environment=environment, **call)
-            bench.row(f"plain LoRA pass, {what}", "CPU-s", ours=found["ours"], peer=found["peft"], maximum=1.0, **peer)
-            mine, theirs = found["apart"]
+            result = in_child(f"{HERE}:layer_times", environment=environment, **call)
+            bench.row(
+                f"plain LoRA pass, {what}", "CPU-s", ours=result["ours"], peer=result["peft"], maximum=1.0, **peer
+            )
+            mine, theirs = result["apart"]
             bench.row(f"its gradient from float64's, {what}", "relative", ours=mine, peer=theirs, maximum=1.1, **peer)
 
 
 def kernels(bench: Benchmark, sets: str, environment: Environment, bf16: bool) -> None:
     """Attention on short rows in bf16."""
     for tokens in (16, 32, 64, 96, 128):
-        found = in_child(f"{CONST}:attention_times", environment=environment, tokens=tokens, rounds=7)
-        others = {"batched products": found["products"], "torch's choice": found["torch"]}
-        beside_neighbours(bench, f"attention, rows of {tokens} tokens, bf16 ({sets})", found["ours"], others)
+        result = in_child(f"{CONST}:attention_times", environment=environment, tokens=tokens, rounds=7)
+        others = {"batched products": result["products"], "torch's choice": result["torch"]}
+        beside_neighbours(bench, f"attention, rows of {tokens} tokens, bf16 ({sets})", result["ours"], others)
 
 
 def constants(bench: Benchmark, sets: str, environment: Environment, bf16: bool) -> None:
     """Every number beside its neighbours."""
     for what in CONSTANTS:
         rounds = 3 if "pass" in what else 10
-        found = in_child(f"{CONST}:constant_times", environment=environment, what=what, rounds=rounds)
-        value = str(int(found.pop("value")[0]))
-        ours = found.pop(value)
-        others = {f"{int(other):,}": times for other, times in found.items()}
+        result = in_child(f"{CONST}:constant_times", environment=environment, what=what, rounds=rounds)
+        value = str(int(result.pop("value")[0]))
+        ours = result.pop(value)
+        others = {f"{int(other):,}": times for other, times in result.items()}
         beside_neighbours(bench, f"{what}: {int(value):,} ({sets})", ours, others)
 
 
 def rehearsal(bench: Benchmark) -> None:
     """What a CUDA device would do with the training loop, rehearsed without one (docs/cuda.md)."""
-    found = in_child("benchmarks._rehearsal:figures")
+    result = in_child("benchmarks._rehearsal:figures")
     what = "a training step rehearsed for a CUDA device on tensors without values: most waits of the host in one update"
-    bench.row(what, "waits", ours=found["waits_per_update"], maximum=1)
-    cases = found["cases"]
+    bench.row(what, "waits", ours=result["waits_per_update"], maximum=1)
+    cases = result["cases"]
     what = "rehearsed cases of objective, regularizer, checkpointing, micro-batches and packing that passed"
-    bench.row(f"{what}, of {cases}", "cases", ours=found["passed"], minimum=cases)
+    bench.row(f"{what}, of {cases}", "cases", ours=result["passed"], minimum=cases)
 
 
 REHEARSED = "AVX2 rehearsed"
@@ -270,8 +272,8 @@ def given(home: Path) -> None:
     """What the tutorial asks for: `rows.jsonl` with labels, `new.jsonl` without, the source in `flatshift/`."""
     for name, split, columns in (("rows", "train", ("text", "label")), ("new", "test", ("text",))):
         rows = islice(read_rows([f"sample:banking/{split}"]), ROWS)
-        told = [{column: row.values[column] for column in columns} for row in rows]
-        (home / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told), encoding="utf-8")
+        results = [{column: row.values[column] for column in columns} for row in rows]
+        (home / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in results), encoding="utf-8")
     source = home / "flatshift"
     source.mkdir()
     tree = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout

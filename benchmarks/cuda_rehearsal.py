@@ -216,18 +216,18 @@ class _Operators(TorchDispatchMode):
 
     def _counted(self, name: str, values: Tensor, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
         """`indices` with masks as if they picked everything, and those of the host brought over."""
-        found: list[Tensor | None] = []
+        results: list[Tensor | None] = []
         for index in indices:
             if index is None or (self._rehearsal.holds(index) and index.dtype not in (torch.bool, torch.uint8)):
-                found.append(index)
+                results.append(index)
             elif index.dtype in (torch.bool, torch.uint8):
                 self._rehearsal.note("shape", f"{name} by a mask")
                 whole = torch.empty(index.numel(), dtype=torch.int64, device=values.device)
-                found += [whole] * index.ndim
+                results += [whole] * index.ndim
             else:
                 self._rehearsal.note("copy", f"{name} by indices of the host")
-                found.append(torch.empty(index.shape, dtype=index.dtype, device=values.device))
-        return found
+                results.append(torch.empty(index.shape, dtype=index.dtype, device=values.device))
+        return results
 
     def _largest(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         """What `name` gives where every element counts."""

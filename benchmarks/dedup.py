@@ -43,19 +43,19 @@ def documents(count: int, seed: int = 0) -> tuple[list[str], list[tuple[int, int
     fresh = count - count // 5
     firsts, seconds = draw.permutation(len(texts)), draw.permutation(len(texts))
     laps = np.arange(fresh) // len(texts)
-    made = [
+    results = [
         f"{texts[firsts[i % len(texts)]]} {texts[seconds[(i + lap) % len(texts)]]}"
         for i, lap in enumerate(laps.tolist())
     ]
     originals = draw.permutation(fresh)[: count // 5]
     for i in originals.tolist():
-        words = made[i].split()
+        words = results[i].split()
         for changed in draw.integers(0, len(words), draw.integers(0, 7)).tolist():
             words[changed] = texts[draw.integers(len(texts))].split()[0]
-        made.append(" ".join(words))
+        results.append(" ".join(words))
     place = draw.permutation(count)
     mixed = [""] * count
-    for text, where in zip(made, place.tolist(), strict=True):
+    for text, where in zip(results, place.tolist(), strict=True):
         mixed[where] = text
     return mixed, list(zip(place[fresh:].tolist(), place[originals].tolist(), strict=True))
 
@@ -82,7 +82,7 @@ def peer_groups(texts: list[str]) -> np.ndarray:
     index = MinHashLSH(num_perm=128, params=(18, 7))
     label = np.arange(len(texts))
     sets: list[set[str]] = []
-    encoded = ([shingle.encode() for shingle in found] for found in _kept(map(shingles, texts), sets))
+    encoded = ([shingle.encode() for shingle in result] for result in _kept(map(shingles, texts), sets))
     for row, signature in enumerate(MinHash.generator(encoded, num_perm=128)):
         for other in index.query(signature):
             if label[other] != label[row] and jaccard(sets[row], sets[other]) >= THRESHOLD:
@@ -92,8 +92,8 @@ def peer_groups(texts: list[str]) -> np.ndarray:
     return label
 
 
-def _kept(found: Iterable[set[str]], sets: list[set[str]]) -> Iterator[set[str]]:
-    for some in found:
+def _kept(results: Iterable[set[str]], sets: list[set[str]]) -> Iterator[set[str]]:
+    for some in results:
         sets.append(some)
         yield some
 
@@ -142,10 +142,10 @@ def main() -> None:
     bench.row(f"near-duplicates in {count:,} documents", "CPU-s", ours=mine, peer=theirs, peer_name=_PEER, maximum=1.0)
     bench.row("near-duplicate removal", "documents/CPU-s", ours=[count / seconds for seconds in mine], minimum=5000)
     similar = [pair for pair in copies if jaccard(*(shingles(texts[i]) for i in pair)) >= THRESHOLD]
-    found = {name: float(np.mean([label[i] == label[j] for i, j in similar])) for name, label in groups.items()}
+    results = {name: float(np.mean([label[i] == label[j] for i, j in similar])) for name, label in groups.items()}
     title = f"of {len(similar):,} planted pairs with a Jaccard similarity of at least {THRESHOLD}, found"
-    bench.row(title, "share", ours=found["ours"], minimum=0.95)
-    bench.row(f"the same, {_PEER} with the same bands", "share", ours=found["peer"])
+    bench.row(title, "share", ours=results["ours"], minimum=0.95)
+    bench.row(f"the same, {_PEER} with the same bands", "share", ours=results["peer"])
     sizes = (4 * count, 12 * count)
     peaks = [_peak_memory_of(size) for size in sizes]
     for size, peak in zip(sizes, peaks, strict=True):

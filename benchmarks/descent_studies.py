@@ -6,7 +6,7 @@
 Four sweeps: along rank, along training rows and along steps with a fifth of the labels wrong, each without and with
 GGPO; and the training loss along steps for r = alpha over four learning rates, plain beside GGPO and LoRA-MGPO. Sweeps
 lie in .bench/descent_studies; their cells (result and trace) are packed at the end into
-benchmarks/results/descent_studies/STUDY.parquet, from where a later run goes on. One row a judged curve: the p of its
+benchmarks/results/descent_studies/STUDY.parquet, from where a later run goes on. One row a curve: the p of its
 peak test, and the verdict.
 Rows and page are of all studies and made anew from their cells, where both files are given.
 """
@@ -28,8 +28,9 @@ from benchmarks._harness import ROOT, Benchmark
 from benchmarks._study_results import write_between
 from flatshift.experiments.recipe import load_recipe
 from flatshift.experiments.recipe.schema import SweepOptions
-from flatshift.experiments.report import build_report, formats
+from flatshift.experiments.report import formats
 from flatshift.experiments.report.chapters.sweep_verdicts import format_crossing
+from flatshift.experiments.report.page import build_report
 from flatshift.experiments.results.analysis import AnalysedCurve, analyse_curve, compare_settings
 from flatshift.experiments.results.cells import FORMAT, MARKER
 from flatshift.experiments.results.sweep import INTERPOLATION, STEP, SweepData, read_sweep
@@ -65,15 +66,15 @@ def read(study: Study, out: Path) -> Found:
     data = read_sweep(out)
     assert data is not None
     table: SweepTable = data if study.axis != STEP or data.trace is None else data.trace
-    found = Found(study, data)
+    result = Found(study, data)
     seeds = data.planned_seeds if data.unfinished else None
     for where in data.settings([axis for axis in data.axes if axis != study.axis]):  # of the cells: traces may be empty
         name = formats.setting(where) or "all"
         try:
             curve = analyse_curve(table, study.axis, where, test=study.test, epsilon=INTERPOLATION, planned=seeds)
-            found.curves.append(curve)
+            result.curves.append(curve)
         except UserError as error:
-            found.missing.append((name, str(error)))
+            result.missing.append((name, str(error)))
         for axis in (a for a in where if a.startswith("regularizer")):
             levels = data.values(axis)
             base = "plain" if "plain" in levels else levels[0]
@@ -82,16 +83,16 @@ def read(study: Study, out: Path) -> Found:
             other = {**where, axis: base}
             try:
                 curve, beside = compare_settings(table, study.axis, where, other, test=study.test)
-                found.beside.append((dict(where), base, beside, curve))
+                result.beside.append((dict(where), base, beside, curve))
             except UserError as error:
-                found.missing.append((f"{name} − {formats.axis_value(base)}", str(error)))
-    return found
+                result.missing.append((f"{name} − {formats.axis_value(base)}", str(error)))
+    return result
 
 
-def rows(bench: Benchmark, found: Found) -> None:
-    """One row a judged curve, one for each beside its base, one for what could not be judged."""
-    study = found.study
-    for each in found.curves:
+def rows(bench: Benchmark, result: Found) -> None:
+    """One row a curve with a verdict, one for each beside its base, one for what has no verdict."""
+    study = result.study
+    for each in result.curves:
         peak, what = each.verdict.peak, f"{study.title}, {formats.setting(each.setting) or 'all'}: {each.verdict.kind}"
         if peak is None:
             bench.row(what, unit="p of a peak", reason=each.evidence[0])["evidence"] = list(each.evidence)
@@ -99,14 +100,14 @@ def rows(bench: Benchmark, found: Found) -> None:
         row = bench.row(what, ours=peak.p_value, unit="p of a peak")
         row["verdict"] = {"kind": each.verdict.kind, "evidence": list(each.evidence), "seeds": peak.seeds}
         row["verdict"] |= {"detectable": peak.detectable.height, "threshold": each.verdict.threshold}
-    for where, base, beside, curve in found.beside:
+    for where, base, beside, curve in result.beside:
         what = f"{study.title}, {formats.setting(where)} − {formats.axis_value(base)}: mean of {study.test}"
         row = bench.row(what, ours=beside.mean.value, unit="difference")
         row["difference"] = {"mean": beside.mean.value, "low": beside.mean.low, "high": beside.mean.high}
         row["difference"] |= {"confidence": 0.95, "p": beside.p, "peak": _plain(beside.peak), "peak_p": beside.peak_p}
         row["difference"] |= {"threshold": _plain(beside.threshold), "said": beside.sentence(curve)}
         row["difference"]["points"] = [_plain(point) for point in beside.points]
-    for name, reason in found.missing:
+    for name, reason in result.missing:
         bench.row(f"{study.title}, {name}", unit="–", reason=reason)
 
 
@@ -114,10 +115,10 @@ def _plain(interval: Interval | None) -> dict[str, float | None] | None:
     return None if interval is None else {"value": interval.value, "low": interval.low, "high": interval.high}
 
 
-def guide(found: Found) -> list[str]:
+def guide(result: Found) -> list[str]:
     """The lines of docs/double-descent.md about one study, from its sweep alone."""
-    study, data = found.study, found.data
-    tests = sum(each.verdict.peak is not None for each in found.curves)
+    study, data = result.study, result.data
+    tests = sum(each.verdict.peak is not None for each in result.curves)
     arms, cut = _arms(study)
     floor, several = data.majority_error(study.test), len(data.versions) > 1
     lines = [
@@ -131,51 +132,51 @@ def guide(found: Found) -> list[str]:
         + (f" {len(data.versions)} versions of the code made cells, which the report names." if several else ""),
         "",
     ]
-    if len(found.curves) > _LISTED and _numeric(found):
-        return [*lines, *_crossed(found), ""]
+    if len(result.curves) > _LISTED and _numeric(result):
+        return [*lines, *_crossed(result), ""]
     lines += [
         "| setting | lowest | last | p of a peak | height found with 80 % power | train error 0.1 at | verdict |",
         "|---|---|---|---|---|---|---|",
-        *(_line(each) for each in found.curves),
+        *(_line(each) for each in result.curves),
     ]
-    if found.beside:
+    if result.beside:
         lines += ["", "| setting − base | mean difference | height at the peak, difference | threshold ÷ |"]
         lines += ["|---|---|---|---|"]
-        for where, base, beside, _ in found.beside:
+        for where, base, beside, _ in result.beside:
             shown = [_shown(beside.mean), _shown(beside.peak), _shown(beside.threshold, plus=False)]
             cells = [f"{formats.setting(where)} − {formats.axis_value(base)}", *shown]
             lines.append("| " + " | ".join(cells) + " |")
     lines += [""]
-    for where, base, beside, curve in found.beside:
+    for where, base, beside, curve in result.beside:
         lines.append(f"- {formats.setting(where)} − {formats.axis_value(base)}: {beside.sentence(curve)}")
-    for each in found.curves:
+    for each in result.curves:
         lines.append(f"- {formats.setting(each.setting) or 'all'}: {each.verdict.kind}. {' '.join(each.evidence)}")
-    lines += [f"- Not evaluated: {name}: {reason}." for name, reason in found.missing]
+    lines += [f"- Not evaluated: {name}: {reason}." for name, reason in result.missing]
     return [*lines, ""]
 
 
-def _crossed(found: Found) -> list[str]:
+def _crossed(result: Found) -> list[str]:
     """Verdicts, lowest and last figures, and differences of many settings, one numeric axis of theirs across."""
-    study = found.study
-    across = max(_numeric(found), key=lambda axis: (axis.endswith("lr"), len(found.data.values(axis))))
-    kinds = [(dict(each.setting), f"{each.verdict.kind}; {_lowest_and_last(each)}") for each in found.curves]
+    study = result.study
+    across = max(_numeric(result), key=lambda axis: (axis.endswith("lr"), len(result.data.values(axis))))
+    kinds = [(dict(each.setting), f"{each.verdict.kind}; {_lowest_and_last(each)}") for each in result.curves]
     name = study.test.replace(".", " ")
-    lines = [f"Verdict; lowest {name}, and the last:", "", *_table(found.data, kinds, across), ""]
-    gaps = [(where, _shown(beside.mean)) for where, _, beside, _ in found.beside]
+    lines = [f"Verdict; lowest {name}, and the last:", "", *_table(result.data, kinds, across), ""]
+    gaps = [(where, _shown(beside.mean)) for where, _, beside, _ in result.beside]
     if gaps:
-        base = formats.axis_value(found.beside[0][1])
-        lines += [f"Mean difference of {name} to {base} on the same seeds:", "", *_table(found.data, gaps, across), ""]
-    for reason in dict.fromkeys(reason for _, reason in found.missing):
-        names = [name for name, why in found.missing if why == reason]
+        base = formats.axis_value(result.beside[0][1])
+        lines += [f"Mean difference of {name} to {base} on the same seeds:", "", *_table(result.data, gaps, across), ""]
+    for reason in dict.fromkeys(reason for _, reason in result.missing):
+        names = [name for name, why in result.missing if why == reason]
         lines.append(f"- Not evaluated: {names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {reason}.")
-    lines += [""] if found.missing else []
+    lines += [""] if result.missing else []
     file = "../benchmarks/results/descent_studies.json"
     return [*lines, f"The evidence for each is in [descent_studies.json]({file})."]
 
 
-def _numeric(found: Found) -> list[str]:
+def _numeric(result: Found) -> list[str]:
     """Numeric axes of its settings."""
-    return [axis for axis in found.data.axes if axis != found.study.axis and found.data.numeric(axis)]
+    return [axis for axis in result.data.axes if axis != result.study.axis and result.data.numeric(axis)]
 
 
 def _table(data: SweepData, cells: Sequence[tuple[dict[str, Any], str]], across: str) -> list[str]:
@@ -187,8 +188,8 @@ def _table(data: SweepData, cells: Sequence[tuple[dict[str, Any], str]], across:
     levels = [level for level in data.values(across) if any(level in row for row in held.values())]
     short = across.rpartition(".")[2]
     head = ["setting", *(f"{short} = {formats.axis_value(level)}" for level in levels)]
-    found = [[name, *(row.get(level, "–") for level in levels)] for name, row in held.items()]
-    return ["| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *found]]
+    results = [[name, *(row.get(level, "–") for level in levels)] for name, row in held.items()]
+    return ["| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *results]]
 
 
 def _arms(study: Study) -> tuple[list[str], list[str]]:
@@ -196,13 +197,13 @@ def _arms(study: Study) -> tuple[list[str], list[str]]:
 
     def of(one: Study) -> list[str]:
         grid = block(one)[1]
-        found = [
+        results = [
             str(value) if key == "regularizer" else f"{key.partition('.')[2]} = {value}"
             for key, values in grid.items()
             if key.startswith("regularizer") and isinstance(values, list)
             for value in values
         ]
-        return found or [load_recipe(one.recipe, []).recipe.regularizer.kind]
+        return results or [load_recipe(one.recipe, []).recipe.regularizer.kind]
 
     mine = of(study)
     return mine, [arm for arm in dict.fromkeys(arm for other in STUDIES for arm in of(other)) if arm not in mine]
@@ -297,9 +298,9 @@ def main() -> None:
     bench, lines = Benchmark("descent_studies", packages=packages), ["", REPORTS, ""]
     for study in STUDIES:
         with rebuilt(study, getattr(options, study.data), table_of(study)) as out:
-            found = read(study, out)
-        rows(bench, found)
-        lines += guide(found)
+            result = read(study, out)
+        rows(bench, result)
+        lines += guide(result)
     bench.finish()
     write_between(PAGE, BEGIN, END, "\n".join(lines))
 

@@ -51,12 +51,12 @@ SAMPLES = ["--samples", "25", "--max-new-tokens", "20", "--top-p", "0.9"]
 
 def command(*words: str | Path) -> str:
     """What `flatshift WORDS` prints. Raises UserError where it fails."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
         code = run([str(word) for word in words])
     if code:
         raise UserError(f"flatshift {' '.join(map(str, words))}: exit code {code}")
-    return said.getvalue()
+    return output.getvalue()
 
 
 def drawn(rows: Sequence[Any], count: int, seed: int, name: str) -> list[Any]:
@@ -69,9 +69,9 @@ def cell(name: str, make: Callable[[], dict[str, Any]], *, again: bool = False) 
 
     def measure() -> dict[str, Any]:
         start = cpu_clock()
-        found = make()
-        print(f"{name}: {json.dumps(found)}", flush=True)
-        return {**found, "cpu_s": round(cpu_clock() - start, 1)}
+        result = make()
+        print(f"{name}: {json.dumps(result)}", flush=True)
+        return {**result, "cpu_s": round(cpu_clock() - start, 1)}
 
     return dict(once(CELLS, name, measure, again=again))
 
@@ -103,7 +103,7 @@ def scorer(pairs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"test": json.loads((out / "eval.json").read_text(encoding="utf-8"))["test"]}
 
 
-def judged(subject: str | Path, files: dict[str, Path], seed: int) -> dict[str, Any]:
+def evaluate_subject(subject: str | Path, files: dict[str, Path], seed: int) -> dict[str, Any]:
     """Toxicity of what it writes, and its perplexity of clean text."""
     words = ["--toxicity", WORK / "scorer", "--sample-seed", str(seed), "--json", *SAMPLES]
     written = json.loads(command("eval", subject, "--data", files["prompts"], *words))
@@ -118,9 +118,9 @@ def only(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def arm(name: str, seed: int, files: dict[str, Path]) -> dict[str, Any]:
-    """One cell: chosen, warmed up, judged."""
+    """One cell: chosen, warmed up, evaluated."""
     if name == "none":
-        return judged("flatshift-5m", files, seed)
+        return evaluate_subject("flatshift-5m", files, seed)
     chosen, warm = fresh(WORK / f"{name}-{seed}-chosen"), fresh(WORK / f"{name}-{seed}-warm")
     contrast = ["--negative", files["negative"], "--embedder", "tfidf"] if name == "contrast" else []
     command(
@@ -133,7 +133,10 @@ def arm(name: str, seed: int, files: dict[str, Path]) -> dict[str, Any]:
         "train", "language-model", "--out", warm, "--data.train.files", chosen / "selected.jsonl", *empty, *WARMUP,
         "--train.max-cut", "1", "--train.seed", str(seed),
     )  # fmt: skip
-    return {**judged(warm, files, seed), "comments": sum("comment" in str(row["id"]) for row in picked) / len(picked)}
+    return {
+        **evaluate_subject(warm, files, seed),
+        "comments": sum("comment" in str(row["id"]) for row in picked) / len(picked),
+    }
 
 
 def inputs(data: Path, pairs: Sequence[dict[str, Any]], seed: int) -> dict[str, Path]:
@@ -164,40 +167,40 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     asked = parser.parse_args()
     limit_threads(1)
-    told = [pair for pair in read_xz(asked.data / "paradetox.jsonl.xz") if pair["neutral"]]
-    pairs = drawn(told, len(told), 0, "scorer")
+    results = [pair for pair in read_xz(asked.data / "paradetox.jsonl.xz") if pair["neutral"]]
+    pairs = drawn(results, len(results), 0, "scorer")
     lost = not (WORK / "scorer" / "eval.json").is_file()
     accuracy = cell("scorer", lambda: scorer(pairs[: PAIRS + TESTED]), again=lost)
-    found: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in ARMS}
+    records: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in ARMS}
     for seed in range(asked.seeds):
         files = inputs(asked.data, pairs[PAIRS + TESTED :], seed)
         for name in ARMS:
-            found[name][seed] = cell(f"{name}-{seed}", lambda n=name, s=seed, f=files: arm(n, s, f))  # type: ignore[misc]
-    report(accuracy, found)
+            records[name][seed] = cell(f"{name}-{seed}", lambda n=name, s=seed, f=files: arm(n, s, f))  # type: ignore[misc]
+    report(accuracy, records)
 
 
-def report(accuracy: dict[str, Any], found: dict[str, dict[int, dict[str, Any]]]) -> None:
+def report(accuracy: dict[str, Any], results: dict[str, dict[int, dict[str, Any]]]) -> None:
     """Rows: the scorer, each figure of each arm, and contrast beside the other two with its interval."""
     bench = Benchmark("detox", command="python -m benchmarks.detox --data DIR")
     figures = accuracy["test"]
     bench.row("scorer, held-out accuracy", ours=figures["accuracy"]["value"], unit="share")
     for metric, title in FIGURES.items():
-        own = {name: {seed: one[metric] for seed, one in by.items()} for name, by in found.items()}
+        own = {name: {seed: one[metric] for seed, one in by.items()} for name, by in results.items()}
         for name in ARMS:
             bench.row(f"{title}, {name}", ours=list(own[name].values()), unit="value")
         for base in ("none", "random"):
             test = paired_test(own["contrast"], own[base])
             assert test is not None
-            told = "one seed has no interval" if test["low"] is None else f"[{test['low']:+.4f}, {test['high']:+.4f}]"
+            text = "one seed has no interval" if test["low"] is None else f"[{test['low']:+.4f}, {test['high']:+.4f}]"
             bench.row(
                 f"{title}, contrast less {base}", ours=list(test["by_seed"].values()), unit="difference",
-                reason=f"mean {test['value']:+.4f}, 95 % interval over {test['n']} seeds {told}",
+                reason=f"mean {test['value']:+.4f}, 95 % interval over {test['n']} seeds {text}",
             )  # fmt: skip
     for name in METHODS:
         bench.row(
-            f"comments among the chosen, {name}", ours=[c["comments"] for c in found[name].values()], unit="share"
+            f"comments among the chosen, {name}", ours=[c["comments"] for c in results[name].values()], unit="share"
         )
-    spent = [accuracy["cpu_s"], *(c["cpu_s"] for by in found.values() for c in by.values())]
+    spent = [accuracy["cpu_s"], *(c["cpu_s"] for by in results.values() for c in by.values())]
     bench.row("all of it", ours=sum(spent), unit="CPU-s", bar_op="<=", bar_value=1500)
     bench.finish()
 

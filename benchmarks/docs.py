@@ -186,8 +186,8 @@ def section(result: dict[str, Any], description: str) -> str:
         lines.append(table_row(cells))
         if row.get("reason"):
             notes.setdefault(row["reason"], []).append(row["what"])
-    told = [line for reason, rows in notes.items() for line in noted(reason, rows)]
-    return "\n".join([*lines, *(["", "Not measured, or noted:", "", *told] if told else [])]) + "\n"
+    results = [line for reason, rows in notes.items() for line in noted(reason, rows)]
+    return "\n".join([*lines, *(["", "Not measured, or noted:", "", *results] if results else [])]) + "\n"
 
 
 def noted(reason: str, rows: list[str]) -> list[str]:
@@ -240,7 +240,7 @@ def pages(results: Path = RESULTS) -> dict[str, str]:
         raise ValueError(
             f"{', '.join(sorted(differing))}: TOPICS in benchmarks/docs.py and the results must both have it"
         )
-    index, found = [HEAD], {}
+    index, records = [HEAD], {}
     for topic, (title, benchmarks) in TOPICS.items():
         path = f"benchmarks/{topic}.md"
         index += [f"## [{title}]({path})\n", "| benchmark | headline | bars that hold |", "|---|---|---|"]
@@ -254,8 +254,8 @@ def pages(results: Path = RESULTS) -> dict[str, str]:
         head = (
             f"# Benchmarks: {title[0].lower()}{title[1:]}\n\n[How to read this, and all benchmarks](../benchmarks.md)."
         )
-        found[path] = "\n".join([f"{head}\n\n{MARK}", *sections])
-    return {"benchmarks.md": "\n".join(index), **found}
+        records[path] = "\n".join([f"{head}\n\n{MARK}", *sections])
+    return {"benchmarks.md": "\n".join(index), **records}
 
 
 def write() -> None:

@@ -38,7 +38,7 @@ def bootstrap_of_the_maximum(curves: np.ndarray, generator: np.random.Generator,
     """
     seeds = curves.shape[1]
     weights = generator.multinomial(seeds, np.full(seeds, 1 / seeds), size=resamples) / seeds
-    found = np.empty(len(curves), dtype=bool)
+    result = np.empty(len(curves), dtype=bool)
     for n, curve in enumerate(curves):
         means = weights @ curve  # [resamples, J]
         top = 1 + means[:, 1:-1].argmax(1)
@@ -46,8 +46,8 @@ def bootstrap_of_the_maximum(curves: np.ndarray, generator: np.random.Generator,
         left = np.minimum.accumulate(means, 1)[rows, top - 1]
         right = np.minimum.accumulate(means[:, ::-1], 1)[:, ::-1][rows, top + 1]
         heights = means[rows, top] - np.maximum(left, right)
-        found[n] = np.quantile(heights, 0.05) > 0
-    return found
+        result[n] = np.quantile(heights, 0.05) > 0
+    return result
 
 
 def draws_of(name: str, make: Callable[..., np.ndarray], seeds: int) -> np.ndarray:
@@ -59,8 +59,8 @@ def draws_of(name: str, make: Callable[..., np.ndarray], seeds: int) -> np.ndarr
 def rate(curves: np.ndarray) -> float:
     """Share of curves in which the test finds a peak; seeds without values are left out as `peak_test` does."""
     broken = np.isnan(curves).any((1, 2))
-    found = rejections(curves[~broken]).sum() if (~broken).any() else 0
-    return float(found + sum(peak_test(curve).rejected for curve in curves[broken])) / len(curves)
+    result = rejections(curves[~broken]).sum() if (~broken).any() else 0
+    return float(result + sum(peak_test(curve).rejected for curve in curves[broken])) / len(curves)
 
 
 def peer_rate(curves: np.ndarray, name: str) -> float:

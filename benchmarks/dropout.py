@@ -47,20 +47,20 @@ def layer(tokens: int, width: int, calls: int) -> tuple[Callable[[Around], None]
 
 def model(blocks: int, width: int, inner: int, tokens: int) -> tuple[Callable[[Around], None], Around]:
     """A pass of the whole model."""
-    made = adapted_llama(blocks, width, inner)
-    for part in made.modules():
+    result = adapted_llama(blocks, width, inner)
+    for part in result.modules():
         if hasattr(part, "lora_dropout"):
             part.lora_dropout["default"] = torch.nn.Dropout(RATE)
-    made.train()
+    result.train()
     ids = torch.randint(1, VOCABULARY, (ROWS, tokens), generator=torch.Generator().manual_seed(0))
 
     def run(around: Around) -> None:
-        made.zero_grad()
+        result.zero_grad()
         with around():
-            out = made.base_model.model.model(input_ids=ids).last_hidden_state
+            out = result.base_model.model.model(input_ids=ids).last_hidden_state
         out.square().sum().backward()
 
-    keyed = Engine.alone(made).dropout(0)
+    keyed = Engine.alone(result).dropout(0)
     return run, lambda: keyed.forward_pass(0, first_row=0, rows=ROWS, tokens=tokens)
 
 

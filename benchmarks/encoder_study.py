@@ -30,13 +30,13 @@ import numpy as np
 
 from benchmarks._harness import RESULTS, ROOT, Benchmark, cpu_clock, limit_threads
 from benchmarks._study_results import add, read_xz, write_rows
+from benchmarks._warmup_arms import Arm, run_warmup_study
 from benchmarks.first_study import Trials, rows, tune
 from flatshift.cli import run
 from flatshift.experiments.recipe import from_override
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.statistics.intervals import paired_test
-from flatshift.experiments.studies.warmups import Arm, run_warmup_study
 from flatshift.finetune.atomic import write_json
 from flatshift.finetune.seeds import numpy_generator
 
@@ -153,11 +153,11 @@ def zero_shot(bench: Benchmark, target: str, document: Mapping[str, Any], test: 
     bench.row(f"{target}: zero-shot accuracy, cold", ours=cold, unit="accuracy", reason=f"majority floor {floor:.3f}")
     for arm in ARMS[1:]:
         cells = [c for c in document["cells"] if c["warmup"] == arm.warmup]
-        found = {int(c["seed"]): accuracy(warmed_up(WORK / target, c["cell"])) for c in cells}
-        test_ = paired_test(found, dict.fromkeys(found, cold))
+        results = {int(c["seed"]): accuracy(warmed_up(WORK / target, c["cell"])) for c in cells}
+        test_ = paired_test(results, dict.fromkeys(results, cold))
         assert test_ is not None
         row = bench.row(
-            f"{target}: zero-shot accuracy, {arm.warmup} − cold, {len(found)} seeds", ours=list(found.values()),
+            f"{target}: zero-shot accuracy, {arm.warmup} − cold, {len(results)} seeds", ours=list(results.values()),
             peer=cold, peer_name="cold", unit="accuracy",
         )  # fmt: skip
         row["difference"] = {"mean": test_["value"], "low": test_["low"], "high": test_["high"], "confidence": 0.95}
@@ -165,13 +165,13 @@ def zero_shot(bench: Benchmark, target: str, document: Mapping[str, Any], test: 
 
 def warmed_up(out: Path, cell: str) -> Path:
     """The adapter of a cell's warm-up, made anew by the public command: a cell leaves figures and no weights."""
-    made = out / "warmed" / cell
-    adapter = made / "stages" / "warm-up" / "adapter"
+    result = out / "warmed" / cell
+    adapter = result / "stages" / "warm-up" / "adapter"
     if not adapter.is_dir():
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(result, ignore_errors=True)
         recipe = str(out / "cells" / cell / "recipe.resolved.yaml")
         few = ["--train.steps", "1", "--train.eval_every", "0", "--data.test.limit", "16", "--data.dev.limit", "16"]
-        if run(["train", recipe, *few, "--eval.bootstrap", "10", "--out", str(made)]):
+        if run(["train", recipe, *few, "--eval.bootstrap", "10", "--out", str(result)]):
             raise SystemExit(f"the warm-up of cell {cell} could not be made again")
     return adapter
 

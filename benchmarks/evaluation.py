@@ -47,7 +47,7 @@ BACKBONE = "flatshift-5m"
 ROWS = 100
 
 
-def judged(data: str, *words: str) -> dict[str, Any]:
+def evaluate_run(data: str, *words: str) -> dict[str, Any]:
     """What `flatshift eval --json` prints of the shipped backbone on `data`."""
     given = dict(zip(words[::2], words[1::2], strict=True))
     group = given.pop("group_by", None)
@@ -78,8 +78,8 @@ def harness(tasks: list[dict[str, Any]], *, precision: str, bos: bool = True) ->
         own = {"dtype": precision, "device": "cpu", "batch_size": 32, "add_bos_token": bos}
         model, names = HFLM(pretrained=str(backbone_directory(BACKBONE)), **own), [task["task"] for task in tasks]
         manager = TaskManager(include_path=folder)
-        found = simple_evaluate(model, tasks=names, num_fewshot=0, bootstrap_iters=0, task_manager=manager)
-    return dict(found["results"])
+        result = simple_evaluate(model, tasks=names, num_fewshot=0, bootstrap_iters=0, task_manager=manager)
+    return dict(result["results"])
 
 
 def local(name: str, file: str, **more: Any) -> dict[str, Any]:
@@ -104,8 +104,8 @@ def identities(bench: Benchmark) -> None:
         names = ("nats", "tokens", "words", "characters", "bytes")
         arrays = [np.atleast_1d(np.array(v)) for v in values]
         counts = DocumentCounts(**dict(zip(names, arrays, strict=True)))
-        found = counts.metrics(figures={}, resamples=0, confidence=0.95, seed=0)
-        return {name: float(cell["value"] or math.nan) for name, cell in found.items()}
+        result = counts.metrics(figures={}, resamples=0, confidence=0.95, seed=0)
+        return {name: float(cell["value"] or math.nan) for name, cell in result.items()}
 
     unit = of(100.0, 50, 25, 150, 200)
     known = {"perplexity": 7.389056, "word_perplexity": 54.598150, "character_perplexity": 1.947734}
@@ -113,8 +113,8 @@ def identities(bench: Benchmark) -> None:
     bench.row("unit row: largest error", "of the printed figure", ours=worst, maximum=5e-7)
     rng = np.random.default_rng(0)
     tokens = rng.integers(5, 90, 300)
-    made = of(tokens * rng.uniform(1, 3, 300), tokens, tokens // 2, tokens * 3, tokens * 4)
-    error = abs(made["word_perplexity"] / made["perplexity"] ** made["fertility"] - 1)
+    outcome = of(tokens * rng.uniform(1, 3, 300), tokens, tokens // 2, tokens * 3, tokens * 4)
+    error = abs(outcome["word_perplexity"] / outcome["perplexity"] ** outcome["fertility"] - 1)
     bench.row("perplexity of a word = of a token ^ fertility", "relative", ours=error, maximum=1e-9)
 
 
@@ -148,29 +148,29 @@ def languages(bench: Benchmark, data: str, folder: Path) -> None:
     """200 documents a language by us, every 35th of these by both tools."""
     rows = [json.loads(line) for line in Path(data).read_text(encoding="utf-8").splitlines()]
     count: Counter[str] = Counter()
-    kept = []
+    documents = []
     for row in rows:
         count[row["lang"]] += 1
         if count[row["lang"]] <= 200:
-            kept.append({"lang": row["lang"], "text": row["text"]})
+            documents.append({"lang": row["lang"], "text": row["text"]})
     many, few = folder / "languages.jsonl", folder / "few.jsonl"
-    for file, some in ((many, kept), (few, kept[::35])):
+    for file, some in ((many, documents), (few, documents[::35])):
         file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in some), encoding="utf-8")
-    found: dict[str, Any] = {}
-    ours = cpu_seconds(lambda: found.update(ours=judged(str(many), "group_by", "lang")))
-    precision = found["ours"]["subjects"][0]["precision"]
+    results: dict[str, Any] = {}
+    ours = cpu_seconds(lambda: results.update(ours=evaluate_run(str(many), "group_by", "lang")))
+    precision = results["ours"]["subjects"][0]["precision"]
     bench.row(f"{len(count)} languages of 200 documents, {precision} by itself", "CPU-s", ours=ours, maximum=60.0)
     metrics, whole = [{"metric": "bits_per_byte"}], {"doc_to_text": "", "doc_to_target": "{{text}}"}
     task = local("rolling", str(few), output_type="loglikelihood_rolling", metric_list=metrics, **whole)
-    subset = f"{len(kept[::35])} of these documents"
-    mine = cpu_seconds(lambda: judged(str(few)))
-    fp32 = cpu_seconds(lambda: found.update(fp32=harness([task], precision="float32", bos=False)))
+    subset = f"{len(documents[::35])} of these documents"
+    mine = cpu_seconds(lambda: evaluate_run(str(few)))
+    fp32 = cpu_seconds(lambda: results.update(fp32=harness([task], precision="float32", bos=False)))
     peer = {"peer": fp32, "peer_name": "lm-eval"}
     bench.row(f"{subset}, beside lm-eval in its float32", "CPU-s", ours=mine, **peer, maximum=0.5)
-    same = cpu_seconds(lambda: found.update(same=judged(str(few), "train.precision", "fp32")))
+    same = cpu_seconds(lambda: results.update(same=evaluate_run(str(few), "train.precision", "fp32")))
     bench.row(f"{subset}, float32 both", "CPU-s", ours=same, **peer)
-    value = found["same"]["figures"][BACKBONE]["data"]["bits_per_byte"]["value"]
-    other = found["fp32"]["rolling"]["bits_per_byte,none"]
+    value = results["same"]["figures"][BACKBONE]["data"]["bits_per_byte"]["value"]
+    other = results["fp32"]["rolling"]["bits_per_byte,none"]
     what = f"bits per byte, float32: ours {value:.6f}, lm-eval {other:.6f}"
     bench.row(what, "relative", ours=abs(value / other - 1), maximum=1e-5)
 
@@ -182,11 +182,11 @@ def shared(bench: Benchmark, folder: Path) -> None:
     source, tokenizer = read_shots(asked, Columns()), open_backbone(BACKBONE).tokenizer
     model = load_backbone(BACKBONE, task=LanguageModel())
     inference = EvalBatching.of(tokenizer, batch_size=32)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
 
     def rank(name: str) -> None:
         with evaluation_mode(model):
-            found[name] = rank_rows(model, tokenizer, rows, source, asked, inference, window=1024)
+            results[name] = rank_rows(model, tokenizer, rows, source, asked, inference, window=1024)
 
     def rank_anew() -> None:
         with mock.patch.object(candidates, "_can_repeat_cache", lambda *a: False):
@@ -195,7 +195,7 @@ def shared(bench: Benchmark, folder: Path) -> None:
     rank("ours")
     what, ways = f"4 shots, 3 candidates, {ROWS} rows: shared contexts", (lambda: rank("ours"), rank_anew)
     bench.compare(what, "CPU-s", *ways, "every candidate anew", rounds=1, maximum=1 / 3)
-    same = float(np.mean(np.array(found["ours"].predictions) == np.array(found["anew"].predictions)))
+    same = float(np.mean(np.array(results["ours"].predictions) == np.array(results["anew"].predictions)))
     bench.row("the same answers both ways", "share", ours=same, minimum=1.0)
 
 
@@ -230,8 +230,8 @@ def main() -> None:
             bench.row("accuracy of two tasks", "difference", peer_name="lm-eval", reason="needs the package lm-eval")
         if peer and len(sys.argv) > 1:
             languages(bench, sys.argv[1], folder)
-        elif kept := _kept():
-            bench.rows += kept
+        elif previous := _kept():
+            bench.rows += previous
         else:
             bench.row("35 languages", "CPU-s", peer_name="lm-eval", reason="needs lm-eval and a file of languages")
     bench.finish()

@@ -22,13 +22,13 @@ import numpy as np
 
 from benchmarks._harness import RESULTS, ROOT, Benchmark
 from benchmarks._study_results import add
+from benchmarks._warmup_arms import ARMS, Arm, arm_cell, read_cell_result, run_warmup_study
 from flatshift.experiments.recipe import from_override
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.statistics.intervals import t_interval
 from flatshift.experiments.studies import run_cells
 from flatshift.experiments.studies.queue import DevicePlacement
-from flatshift.experiments.studies.warmups import ARMS, Arm, arm_cell, read_cell_result, run_warmup_study
 from flatshift.finetune.errors import UserError
 
 DOCUMENTS = RESULTS / "first_study" / "documents.json"

@@ -57,8 +57,8 @@ def rows(bench: Benchmark, document: dict[str, Any]) -> None:
             continue
         ours, peer = means(document, name, primary["tasks"])
         row = bench.row(what, "accuracy", ours=ours, peer=peer, peer_name=f"{base} LoRA")
-        kept = ("low", "high", "n", "p", "p_holm", "detectable", "bootstrap")
-        row["difference"] = {"mean": primary["value"], "confidence": 0.95, **{key: primary[key] for key in kept}}
+        fields = ("low", "high", "n", "p", "p_holm", "detectable", "bootstrap")
+        row["difference"] = {"mean": primary["value"], "confidence": 0.95, **{key: primary[key] for key in fields}}
         row["tasks"] = primary["tasks"]
     for name, method in document["methods"].items():
         if name != base and method["step_ratio"] is not None:
@@ -107,27 +107,27 @@ def advice(document: dict[str, Any]) -> list[str]:
     better = [n for n, m in ranked if m["primary"]["value"] > 0 and (m["primary"]["p_holm"] or 1) < 0.05]
     worse = [n for n, m in ranked if m["primary"]["value"] < 0 and (m["primary"]["p_holm"] or 1) < 0.05]
     sizes = [m["primary"]["detectable"] for _, m in ranked if m["confirmatory"] and m["primary"]["detectable"]]
-    found = []
+    results = []
     if better:
-        found.append(f"- Better than {base} after Holm's correction: {', '.join(f'`{n}`' for n in better)}.")
+        results.append(f"- Better than {base} after Holm's correction: {', '.join(f'`{n}`' for n in better)}.")
     else:
         power = (
             f"; a single uncorrected test with this many seeds finds {100 * max(sizes, default=0):.1f} points in four "
             "cases of five, and smaller gains are not ruled out"
         )
         words = f"- No method is better than tuned {base} LoRA after Holm's correction{power if sizes else ''}."
-        found.append(f"{words} Start with `regularizer: {base}`.")
+        results.append(f"{words} Start with `regularizer: {base}`.")
     if worse:
-        found.append(f"- Worse: {', '.join(f'`{n}`' for n in worse)}.")
+        results.append(f"- Worse: {', '.join(f'`{n}`' for n in worse)}.")
     for control in document["controls"]:
         d = control["difference"]
         if d is not None and d["low"] is not None:
             verdict = "adds" if d["low"] > 0 else "takes away" if d["high"] < 0 else "adds nothing that shows"
-            found.append(
+            results.append(
                 f"- `{control['method']}` compared with its control `{control['control']}`: {verdict} "
                 f"({100 * d['value']:+.2f} points, {100 * d['low']:+.2f} to {100 * d['high']:+.2f})."
             )
-    return found
+    return results
 
 
 def _shown(value: float | None) -> str:

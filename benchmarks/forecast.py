@@ -66,13 +66,13 @@ def overrides(task: str) -> list[Any]:
 
 def split_up(task: str, folder: Path) -> None:
     """Write the rows of a held-out task in a file a split."""
-    found: dict[str, list[str]] = {"train": [], "test": []}
+    results: dict[str, list[str]] = {"train": [], "test": []}
     with lzma.open(folder / HELD_OUT[task], "rt", encoding="utf-8") as file:
         for line in file:
             row = json.loads(line)
-            if row["split"] in found:
-                found[row["split"]].append(json.dumps({"text": row["text"], "label": row["label"]}) + "\n")
-    for split, lines in found.items():
+            if row["split"] in results:
+                results[row["split"]].append(json.dumps({"text": row["text"], "label": row["label"]}) + "\n")
+    for split, lines in results.items():
         write_text(WORK / f"{task}-{split}.jsonl", "".join(lines))
 
 
@@ -102,7 +102,7 @@ def predict(task: str) -> dict[str, Any]:
     began = time.process_time()
     rows = forecast_rows(recipe, ForecastAxes(ROWS, RANKS, NOISES, DRAWS), console)
     cpu = time.process_time() - began
-    found: dict[str, list[float]] = {}
+    results: dict[str, list[float]] = {}
     speeds: dict[str, float] = {}
     keys = {tuple(row[axis] for axis in AXES) for row in rows}
     for key in sorted(keys):
@@ -112,9 +112,9 @@ def predict(task: str) -> dict[str, Any]:
             decays, key=lambda d: np.mean([r["left_out_error"] for r in own if r["optimizer.weight_decay"] == d])
         )
         name = "|".join(f"{value:g}" for value in key)
-        found[name] = [row["test.error"] for row in own if row["optimizer.weight_decay"] == best]
+        results[name] = [row["test.error"] for row in own if row["optimizer.weight_decay"] == best]
         speeds[name] = float(np.mean([row["speed"] for row in own]))
-    return {"error": found, "speed": speeds, "cpu": cpu, "on": machine()["instructions"]}
+    return {"error": results, "speed": speeds, "cpu": cpu, "on": machine()["instructions"]}
 
 
 def pairs_of(forecast: dict[str, Any], trained: dict[str, Any]) -> np.ndarray:
@@ -122,16 +122,16 @@ def pairs_of(forecast: dict[str, Any], trained: dict[str, Any]) -> np.ndarray:
     return np.array([(np.mean(forecast["error"][key]), error) for key, error in trained["error"].items()])
 
 
-def judge(bench: Benchmark, name: str, found: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
+def judge(bench: Benchmark, name: str, results: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
     """The rows of some tasks, each with its forecast and its trained cells."""
-    pairs = np.concatenate([pairs_of(*both) for both in found.values()])
+    pairs = np.concatenate([pairs_of(*both) for both in results.values()])
     what = f"{name}: Spearman correlation of forecast and trained test error, {len(pairs)} settings"
     bench.row(what, "correlation", ours=float(spearmanr(*pairs.T).statistic), minimum=0.8)
     apart = 100 * (pairs[:, 0] - pairs[:, 1])
     bench.row(f"{name}: forecast less trained, mean", "points", ours=float(apart.mean()))
     bench.row(f"{name}: forecast less trained, mean size", "points", ours=float(np.abs(apart).mean()))
     regrets, held = [], []
-    for forecast, trained in found.values():
+    for forecast, trained in results.values():
         real = trained["error"]
         for rows in ROWS:
             for noise in NOISES:

@@ -72,16 +72,16 @@ def measure(pool: str, target: str, epsilon: float, rows: int | None = None) -> 
     n, d = x.shape
     before, began = floor(n, d, len(y)), time.process_time()
     with PeakMemory() as peak:
-        found = sinkhorn_potentials(x, y, epsilon=epsilon, method="streamed", **options)
+        result = sinkhorn_potentials(x, y, epsilon=epsilon, method="streamed", **options)
     cpu = time.process_time() - began - peak.cpu
     return {
         "cpu": cpu,
         "memory": peak.bytes,
-        "passes": found.passes,
-        "floor": found.passes * (before + floor(n, d, len(y))) / 2,
-        "verified": marginal_error(x, y, found.g, found.epsilon),
-        "overlap": found.overlap,
-        "estimate": found.overlap_estimate,
+        "passes": result.passes,
+        "floor": result.passes * (before + floor(n, d, len(y))) / 2,
+        "verified": marginal_error(x, y, result.g, result.epsilon),
+        "overlap": result.overlap,
+        "estimate": result.overlap_estimate,
     }
 
 

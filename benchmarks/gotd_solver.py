@@ -115,8 +115,8 @@ def _solver(name: str, epsilon: float, absolute: float, iterations: int) -> Any:
         method = {"ours": None, "ours-streamed": "streamed"}[name]
 
         def ours(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            found = sinkhorn_potentials(x, y, epsilon=epsilon, tolerance=GOAL, method=method)
-            return found.f, found.g
+            result = sinkhorn_potentials(x, y, epsilon=epsilon, tolerance=GOAL, method=method)
+            return result.f, result.g
 
         return ours
     if name.startswith("geomloss"):
@@ -247,9 +247,9 @@ def main() -> None:
         for epsilon, least in ((0.05, 0.998), (0.01, 0.995)):
             setting = f"{n} x {m} x {d}, epsilon {epsilon}"
             size: dict[str, Any] = {"n": n, "m": m, "d": d, "epsilon": epsilon, "folder": folder}
-            found = in_child(f"{THIS}:reference", **size)
-            print(f"  reference: {found}", flush=True)
-            common = {**size, "absolute": found["absolute"], "iterations": 0, "cap_s": chosen.cap}
+            result = in_child(f"{THIS}:reference", **size)
+            print(f"  reference: {result}", flush=True)
+            common = {**size, "absolute": result["absolute"], "iterations": 0, "cap_s": chosen.cap}
             for solver, kind in (("ours", "float32 kernel held"), ("ours-streamed", "float32, streamed")):
                 mine = [in_child(f"{THIS}:measure", solver=solver, **common) for _ in range(3)]
                 bench.row(f"{setting}: ours alone, {kind}", "CPU-s", ours=[run["cpu"] for run in mine])
@@ -260,7 +260,7 @@ def main() -> None:
                     bar = least if share == 0.05 else 0.99
                     bench.row(what, "share of the selection", ours=overlap, minimum=bar)
             for label, name in PEERS.items():
-                count = found["iterations"]["g" if "lazy" in name else "f"]
+                count = result["iterations"]["g" if "lazy" in name else "f"]
                 _peer(bench, label, name, {**common, "iterations": count}, setting)
     bench.finish(chosen.out)
 

@@ -173,9 +173,9 @@ def cost(bench: Benchmark, scratch: Path) -> None:
     def run(how: str) -> float:
         with tempfile.TemporaryDirectory(dir=scratch) as out:
             files = {"backbone": str(source), "adapter": str(adapter), "out": out}
-            found = in_child("benchmarks.merge:measured", how=how, **files)
-        peaks[how].append(found["bytes"])
-        return float(found["seconds"])
+            result = in_child("benchmarks.merge:measured", how=how, **files)
+        peaks[how].append(result["bytes"])
+        return float(result["seconds"])
 
     mine, theirs = interleave(lambda: run("ours"), lambda: run("peft"), rounds=ROUNDS, measure=call)
     size = BIG.frozen_bytes // BIG.item // 10**6
@@ -196,26 +196,26 @@ def families(bench: Benchmark, scratch: Path) -> None:
         home.mkdir()
         save_family(family, home / "backbone")
         require_done(train_words(family, home / "backbone", home / "run"))
-        found, note = folders(family, home)
-        apart = {name: one["max_logit_difference"] / one["largest_logit"] for name, one in found.items()}
+        result, note = folders(family, home)
+        apart = {name: one["max_logit_difference"] / one["largest_logit"] for name, one in result.items()}
         what = (
             f"{family.name}: largest logit difference to the run in plain transformers ÷ the largest logit, "
             f"{', '.join(apart)}{note}"
         )
         bench.row(what, "relative", ours=max(apart.values()), maximum=1e-5)
         if family.task == "classify":
-            rows = sum(one["rows"] for one in found.values())
-            wrong = sum(one["other_labels"] or one["places"] - one["same_tokens"] for one in found.values())
+            rows = sum(one["rows"] for one in result.values())
+            wrong = sum(one["other_labels"] or one["places"] - one["same_tokens"] for one in result.values())
             what = f"{family.name}: rows with the run's class, in the merged folder by its name, of {rows}"
             bench.row(what, "rows", ours=rows - wrong, minimum=rows)
             continue
         ends = json.loads((home / "run" / "manifest.json").read_text(encoding="utf-8"))["ends"]
-        asked = len(found) * (2 + len(ends))
+        asked = len(result) * (2 + len(ends))
         bench.row(
             f"{family.name}: greedy answers that are the run's to their end (2 a folder), and trained ends at which "
             f"plain generate stops ({', '.join(ends)}), of {asked}",
             "answers and ends",
-            ours=sum(one["answers"] + len(one["stops"]) for one in found.values()),
+            ours=sum(one["answers"] + len(one["stops"]) for one in result.values()),
             minimum=asked,
         )
 
@@ -224,29 +224,29 @@ def folders(family: Family, home: Path) -> tuple[dict[str, dict[str, Any]], str]
     """The comparisons of each folder, and notes on the others."""
     exported = export_run(home / "run", home / "exported")
     assert exported is not None
-    found = {"merged": merge_run(home / "run", home / "merged"), "exported": exported}
+    results = {"merged": merge_run(home / "run", home / "merged"), "exported": exported}
     if family.task == "classify":
-        return found, ""
+        return results, ""
     try:
         compared = export_for_program(home / "run", home / "gguf", program="gguf", outtype="f32")["compared"]
     except UserError as error:
         reason = re.sub(r"/\S+/", "", str(error))  # of this machine's temporary folder
-        return found, f" (no GGUF: {reason})"
+        return results, f" (no GGUF: {reason})"
     if "unread" in compared:
-        return found, f" (GGUF: vocabulary and ends compared; not read in plain transformers: {compared['unread']})"
+        return results, f" (GGUF: vocabulary and ends compared; not read in plain transformers: {compared['unread']})"
     other = f" (llama.cpp has {', '.join(compared['other_settings'])})" if compared["other_settings"] else ""
-    return found | {"GGUF": compared}, other
+    return results | {"GGUF": compared}, other
 
 
 def require_done(words: list[str]) -> None:
     """Run a command in silence."""
     from flatshift.cli import run
 
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         code = run(words)
     if code:
-        raise RuntimeError(f"{' '.join(words)}: exit {code}: {said.getvalue()[-600:]}")
+        raise RuntimeError(f"{' '.join(words)}: exit {code}: {output.getvalue()[-600:]}")
 
 
 def logits(bench: Benchmark, scratch: Path) -> None:

@@ -32,7 +32,7 @@ from benchmarks._harness import Benchmark, cpu_clock, in_child, measure_groups, 
 from benchmarks._sized import Updates, random_llama
 from flatshift.finetune.compute.memory import measure_peaks, process_bytes
 from flatshift.finetune.config import Adapter, Mesh, Train
-from flatshift.finetune.parallel.pipeline.pipeline_plan import bubble_fraction
+from flatshift.finetune.parallel.pipeline_plan import bubble_fraction
 from flatshift.finetune.planner.calibration import MemoryOverhead, measure_overhead
 from flatshift.finetune.planner.footprint import predict_footprint
 from flatshift.finetune.planner.sizes import read_sizes
@@ -233,21 +233,21 @@ UPDATES = 4
 
 def measure_cases(ranks: int) -> list[tuple[Case, int, dict[str, float]]]:
     """Every case of so many ranks with the plan's bytes and those of the rank that has most."""
-    found = []
+    results = []
     for case in (case for case in CASES if case.ranks == ranks):
         with tempfile.TemporaryDirectory() as folder:
             save(WARM, f"{folder}/tiny")
             save(case, f"{folder}/own")
-            told = on_ranks(
+            result = on_ranks(
                 "benchmarks.plan_validation:held",
                 ranks,
                 folder=folder,
                 case=dataclasses.asdict(case),
                 wall_cap_s=3600.0,
             )
-            most = {name: max(rank[name] for rank in told) for name in told[0]}
-            found.append((case, predicted(f"{folder}/own", case), most))
-    return found
+            most = {name: max(rank[name] for rank in result) for name in result[0]}
+            results.append((case, predicted(f"{folder}/own", case), most))
+    return results
 
 
 def save(case: Case, folder: str) -> None:
@@ -376,12 +376,12 @@ def _slack() -> MemoryOverhead | None:
 
 def own(bench: Benchmark, *, ranks: int) -> None:
     """Memory of updates in one process, or on two ranks."""
-    found, slack = measure_cases(ranks), _slack()
-    of = f"{len(found)} configurations of {'one process' if ranks == 1 else 'two ranks'}"
+    result, slack = measure_cases(ranks), _slack()
+    of = f"{len(result)} configurations of {'one process' if ranks == 1 else 'two ranks'}"
     errors = []
-    for case, said, held in found:
-        bench.row(f"plan ÷ allocated, {case}", "bytes", ours=said, peer=held["allocated"], peer_name="measured")
-        errors.append(abs(said / held["allocated"] - 1))
+    for case, output, held in result:
+        bench.row(f"plan ÷ allocated, {case}", "bytes", ours=output, peer=held["allocated"], peer_name="measured")
+        errors.append(abs(output / held["allocated"] - 1))
     within = sum(error <= 0.05 for error in errors) / len(errors)
     bench.row(f"share of {of}, memory allocated within 5 %", "share", ours=within, minimum=0.9)
     bench.row(f"worst error of {of}, memory allocated", "share", ours=max(errors), maximum=0.1)
@@ -389,23 +389,23 @@ def own(bench: Benchmark, *, ranks: int) -> None:
         bench.row(f"share of {of}, growth of the process in its interval", "share", reason="no kernel that tells")
         return
     inside, widths = 0, []
-    for case, said, held in found:
-        low, high = (end - slack.libraries for end in slack.interval(said))
+    for case, output, held in result:
+        low, high = (end - slack.libraries for end in slack.interval(output))
         title = f"growth of the process, planned {low / 1e6:.0f} to {high / 1e6:.0f} MB, {case}"
         bench.row(title, "bytes", ours=held["resident"])
         inside += low <= held["resident"] <= high
         widths.append(high / low)
-    bench.row(f"share of {of}, growth of the process in its interval", "share", ours=inside / len(found), minimum=0.9)
+    bench.row(f"share of {of}, growth of the process in its interval", "share", ours=inside / len(result), minimum=0.9)
     what = f"upper end of that interval ÷ plan, largest of {of}"
     bench.row(what, "×", ours=max(widths), maximum=2.0)  # a wider one says little
 
 
 def search(bench: Benchmark) -> None:
     """What finding the meshes of a thousand devices costs."""
-    told = in_child("benchmarks.plan_validation:searched", threads=2)
+    result = in_child("benchmarks.plan_validation:searched", threads=2)
     what = "plan of llama-3.1-70b on 1,024 H100s, imports and all"
-    bench.row(f"{what} ({told['layouts']} meshes)", "CPU-s", ours=told["cpu"], maximum=20.0)
-    bench.row(f"{what}, resident at most", "bytes", ours=told["resident"], maximum=2 * 2**30)
+    bench.row(f"{what} ({result['layouts']} meshes)", "CPU-s", ours=result["cpu"], maximum=20.0)
+    bench.row(f"{what}, resident at most", "bytes", ours=result["resident"], maximum=2 * 2**30)
 
 
 def searched() -> dict[str, float]:
@@ -414,10 +414,10 @@ def searched() -> dict[str, float]:
     from flatshift.experiments.workflows.mesh_plan import plan_mesh
 
     rows = [from_override("train.max_length", "4096"), from_override("train.batch_size", "1024")]
-    found = plan_mesh("language-model", rows, model="llama-3.1-70b", gpus="1024xH100-80")
-    assert found["fits"]
+    result = plan_mesh("language-model", rows, model="llama-3.1-70b", gpus="1024xH100-80")
+    assert result["fits"]
     resident = process_bytes("VmHWM")
-    return {"cpu": cpu_clock(), "resident": float(resident or 0), "layouts": len(found["layouts"])}
+    return {"cpu": cpu_clock(), "resident": float(resident or 0), "layouts": len(result["layouts"])}
 
 
 GROUPS: dict[str, Callable[[Benchmark], None]] = {

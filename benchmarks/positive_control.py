@@ -76,32 +76,32 @@ def swept(name: str, seed: int, *, seeds: int = SEEDS, grid: tuple[str, ...] | N
     return out
 
 
-def found(name: str, seed: int, **settings: Any) -> dict[str, Any]:
+def find_peak(name: str, seed: int, **settings: Any) -> dict[str, Any]:
     """Verdict and means of one repetition, from `CURVES` or a sweep."""
 
     def judge() -> dict[str, Any]:
         data = read_sweep(swept(name, seed, **settings))
         assert data is not None
-        (judged,) = SweepAnalysis(data).curves
-        return document(judged)
+        (evaluation,) = SweepAnalysis(data).curves
+        return document(evaluation)
 
     return dict(once(CURVES, name, judge))
 
 
-def document(judged: AnalysedCurve) -> dict[str, Any]:
+def document(evaluation: AnalysedCurve) -> dict[str, Any]:
     """What is kept of a curve."""
-    curve, verdict = judged.curve, judged.verdict
+    curve, verdict = evaluation.curve, evaluation.verdict
     peak = verdict.peak
     return {
         "verdict": verdict.kind,
         "ranks": list(curve.values),
         "test": curve.test.mean(0).tolist(),
         "train": None if curve.train_error is None else curve.train_error.mean(0).tolist(),
-        "location": list(judged.location),
+        "location": list(evaluation.location),
         "height": None if peak is None else peak.height.estimate,
         "p": None if peak is None else peak.p_value,
         "threshold": verdict.threshold,
-        "evidence": list(judged.evidence),
+        "evidence": list(evaluation.evidence),
     }
 
 
@@ -130,9 +130,9 @@ def main() -> None:
     parser.add_argument("--decays", type=int, default=2)
     parser.add_argument("--walk", action="store_true")
     asked = parser.parse_args()
-    plain = [found(f"plain-{n}", 100 * n) for n in range(asked.repetitions)]
+    plain = [find_peak(f"plain-{n}", 100 * n) for n in range(asked.repetitions)]
     decay = tuned() if asked.decays else 0.0
-    decayed = [found(f"decay-{n}", 100 * n, optimizer__weight_decay=decay) for n in range(asked.decays)]
+    decayed = [find_peak(f"decay-{n}", 100 * n, optimizer__weight_decay=decay) for n in range(asked.decays)]
     bench = Benchmark("positive_control", packages=("torch", "transformers", "peft", "numpy"))
     count = len(plain)
     named = sum(one["verdict"] == "double descent" for one in plain)
@@ -219,7 +219,7 @@ def words(plain: list[dict[str, Any]], decayed: list[dict[str, Any]], decay: flo
     at = dict(zip(first["ranks"], first["test"], strict=True))
     valley = min((rank for rank in at if rank < ROWS), key=lambda rank: at[rank])
     named = sum(one["verdict"] == "double descent" for one in plain)
-    said = (
+    text = (
         f"{ROWS} rows, a tenth of the labels wrong, eight seeds a repetition: test error {at[valley]:.0%} at rank "
         f"{valley:g}, **{at[ROWS]:.0%} at rank {ROWS}**, {at[max(at)]:.0%} at rank {max(at):g}. The verdict is *double "
         f"descent* in {named} of {len(plain)} independent repetitions, with the peak at rank "
@@ -227,10 +227,10 @@ def words(plain: list[dict[str, Any]], decayed: list[dict[str, Any]], decay: flo
     )
     if decayed:
         gone = sum(one["p"] > 0.05 for one in decayed)
-        said += (
+        text += (
             f" With weight decay {decay:g}, chosen by other seeds on dev rows, {gone} of {len(decayed)} have no peak."
         )
-    return said
+    return text
 
 
 def draw(plain: list[dict[str, Any]], decayed: list[dict[str, Any]], decay: float) -> None:

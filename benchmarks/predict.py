@@ -50,13 +50,13 @@ def main() -> None:
         asked = texts()
         ours, theirs = Predictor(trained), pipeline("text-classification", str(merged), device="cpu")
         limit_threads(1)
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
 
         def peer(batch: int) -> Any:
-            return lambda: found.update(theirs=theirs(asked, batch_size=batch, truncation=True, max_length=128))
+            return lambda: results.update(theirs=theirs(asked, batch_size=batch, truncation=True, max_length=128))
 
         def mine() -> None:
-            found.update(ours=ours(asked))
+            results.update(ours=ours(asked))
 
         for how, batch, bar in (("row by row", 1, 1 / 3), (f"in batches of {BATCH}", BATCH, 1.0)):
             mine(), peer(batch)()
@@ -69,7 +69,7 @@ def main() -> None:
                 rounds=ROUNDS,
                 maximum=bar,
             )
-        pairs = list(zip(found["ours"], found["theirs"], strict=True))
+        pairs = list(zip(results["ours"], results["theirs"], strict=True))
         what = f"other labels than the pipeline's, of {ROWS}"
         bench.row(what, "labels", ours=sum(a["label"] != b["label"] for a, b in pairs), exactly=0)
         what = "largest difference of a label's probability"

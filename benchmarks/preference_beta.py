@@ -81,9 +81,9 @@ def statements() -> list[Run]:
     runs: dict[tuple[float, int], Run] = {}
     for split in ("dev", "test"):
         for figure in FIGURES:
-            found = data.matrix(f"{split}.{figure}", "task.beta", {})
-            for (row, column), value in np.ndenumerate(found.y):
-                beta, seed = float(found.values[column]), int(found.seeds[row])
+            result = data.matrix(f"{split}.{figure}", "task.beta", {})
+            for (row, column), value in np.ndenumerate(result.y):
+                beta, seed = float(result.values[column]), int(result.seeds[row])
                 run = runs.setdefault((beta, seed), {"beta": beta, "seed": seed, "dev": {}, "test": {}})
                 run[split][figure] = float(value)
     return [runs[place] for place in sorted(runs)]
@@ -102,8 +102,8 @@ def gold() -> list[Run]:
     cut = [PAIRS, PAIRS + JUDGED]
     parts = dict(zip(files, np.split(np.arange(len(draws)), cut), strict=True))
     for split, file_of in files.items():
-        told = pairs([draws[i] for i in parts[split]], reward)
-        write_text(file_of, "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in told))
+        result = pairs([draws[i] for i in parts[split]], reward)
+        write_text(file_of, "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in result))
     for beta, seed in left:
         own = {f"data.{split}.files": [str(name)] for split, name in files.items()}
         recipe = flatshift.load_recipe(
@@ -111,19 +111,19 @@ def gold() -> list[Run]:
         )
         out = WORK / f"gold-{beta:g}-{seed}"
         run = flatshift.resume(out, quiet=True) if out.is_dir() else flatshift.train(recipe, out, quiet=True)
-        found: Run = {"beta": beta, "seed": seed}
+        results: Run = {"beta": beta, "seed": seed}
         for split in ("dev", "test"):
             asked = [draws[i] for i in parts[split]]
-            said = run.generate([prompt for prompt, *_ in asked], max_new_tokens=ANSWER, temperature=1.0, seed=seed)
-            ours = np.array([reward(text) for text in said])
+            output = run.generate([prompt for prompt, *_ in asked], max_new_tokens=ANSWER, temperature=1.0, seed=seed)
+            ours = np.array([reward(text) for text in output])
             theirs = np.array([reward(first) for _, first, _ in asked])
-            found[split] = {figure: run.metrics[split][figure]["value"] for figure in FIGURES}
-            found[split] |= {"gold": float(ours.mean()), "gold of the backbone": float(theirs.mean())}
-            found[split] |= {"wins": float(((ours > theirs) + 0.5 * (ours == theirs)).mean())}
-        found["said"] = said[:3]
-        runs.append(found)
+            results[split] = {figure: run.metrics[split][figure]["value"] for figure in FIGURES}
+            results[split] |= {"gold": float(ours.mean()), "gold of the backbone": float(theirs.mean())}
+            results[split] |= {"wins": float(((ours > theirs) + 0.5 * (ours == theirs)).mean())}
+        results["said"] = output[:3]
+        runs.append(results)
         add(RUNS, "gold", runs)
-        print(f"· β {beta:g}, seed {seed}: {found['test']}", flush=True)
+        print(f"· β {beta:g}, seed {seed}: {results['test']}", flush=True)
     return runs
 
 
@@ -143,7 +143,7 @@ def backbone_draws() -> list[tuple[str, str, str]]:
     prompts = [" ".join(long[place][:BEGINNING]) for place in places]
     asked = [question.ids for question in task.input_format.build_text_prompts(prompts, tokenizer) for _ in range(2)]
     decoding = Decoding(max_new_tokens=ANSWER, temperature=1.0, seed=1)
-    said = dict(
+    lines = dict(
         continue_prompts(
             load_backbone("flatshift-5m", task=task),
             asked,
@@ -152,7 +152,7 @@ def backbone_draws() -> list[tuple[str, str, str]]:
             end=tokenizer.eos_token_id,
         )
     )
-    wrote = [tokenizer.decode(said[place].ids, skip_special_tokens=True) for place in range(len(asked))]
+    wrote = [tokenizer.decode(lines[place].ids, skip_special_tokens=True) for place in range(len(asked))]
     drawn = zip(prompts, wrote[::2], wrote[1::2], strict=True)
     return [(prompt, first, second) for prompt, first, second in drawn if first.strip() and second.strip()]
 
@@ -172,8 +172,8 @@ def pairs(draws: Sequence[tuple[str, str, str]], reward: Callable[[str], int]) -
 def table(runs: Sequence[Run], figure: str, split: str) -> np.ndarray:
     """(seeds, betas) of a figure."""
     betas = sorted({run["beta"] for run in runs})
-    found = {(run["seed"], run["beta"]): run[split][figure] for run in runs}
-    return np.array([[found[seed, beta] for beta in betas] for seed in range(SEEDS)])
+    results = {(run["seed"], run["beta"]): run[split][figure] for run in runs}
+    return np.array([[results[seed, beta] for beta in betas] for seed in range(SEEDS)])
 
 
 def turned(runs: Sequence[Run], figure: str) -> tuple[float, Interval | None, Interval | None]:
@@ -235,9 +235,9 @@ def _plain(interval: Interval) -> dict[str, float | None]:
 # ----------------------------------------------------------------------------------------------------------------- page
 
 
-def words(found: dict[str, list[Run]]) -> str:
+def words(results: dict[str, list[Run]]) -> str:
     """What the page says of both settings."""
-    return "\n".join(line for name, runs in found.items() for line in _setting(name, runs))
+    return "\n".join(line for name, runs in results.items() for line in _setting(name, runs))
 
 
 def _setting(name: str, runs: Sequence[Run]) -> Iterator[str]:
@@ -251,13 +251,13 @@ def _setting(name: str, runs: Sequence[Run]) -> Iterator[str]:
     yield ""
     for figure in turning(name):
         best, *ends = turned(runs, figure)
-        said = [
+        lines = [
             f"β {end:g} is that best" if worse is None else f"worse by {_with_bounds(worse)} at β {end:g}"
             for end, worse in zip((betas[0], betas[-1]), ends, strict=True)
         ]
         turns = all(worse is not None and worse.low is not None and worse.low > 0 for worse in ends)
         verdict = "It turns" if turns else "No turn is shown"
-        yield f"- {SHOWN[figure][0].capitalize()}, best on dev at β {best:g}: {'; '.join(said)}. {verdict}."
+        yield f"- {SHOWN[figure][0].capitalize()}, best on dev at β {best:g}: {'; '.join(lines)}. {verdict}."
     yield ""
 
 
@@ -265,20 +265,20 @@ def _with_bounds(interval: Interval) -> str:
     return f"{interval.value:.3g} ({interval.low:.3g} to {interval.high:.3g})"
 
 
-def draw(found: dict[str, list[Run]]) -> None:
+def draw(results: dict[str, list[Run]]) -> None:
     """The picture of the page: held-out loss, accuracy and gold reward over β, a dot a seed."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     colours = {"statements": "#1d4ed8", "gold": "#c2410c"}
-    backbone = float(np.mean([run["test"]["gold of the backbone"] for run in found["gold"]]))
+    backbone = float(np.mean([run["test"]["gold of the backbone"] for run in results["gold"]]))
     levels = {"loss": float(np.log(2)), "preference_accuracy": 0.5, "gold": backbone}
     with matplotlib.rc_context({"svg.hashsalt": NAME, "font.size": 10}):
         figure = Figure(figsize=(9.6, 3.0), layout="constrained")
         FigureCanvasSVG(figure)
         for ax, (name, level) in zip(figure.subplots(1, 3), levels.items(), strict=True):
-            for setting, runs in found.items():
+            for setting, runs in results.items():
                 if name in shown(setting):
                     betas, y = sorted({run["beta"] for run in runs}), table(runs, name, "test")
                     ax.plot(betas, y.mean(0), color=colours[setting], label=setting)
@@ -295,13 +295,13 @@ def main() -> None:
     """Run what `RUNS` has not, and write benchmarks/results/preference_beta.json and the section of the page."""
     limit_threads(1)
     WORK.mkdir(parents=True, exist_ok=True)
-    found = {"statements": once(RUNS, "statements", statements), "gold": gold()}
+    results = {"statements": once(RUNS, "statements", statements), "gold": gold()}
     bench = Benchmark(NAME, packages=("torch", "transformers", "peft", "numpy"))
-    for name, runs in found.items():
+    for name, runs in results.items():
         rows(bench, name, runs)
     bench.finish()
-    write_between(PAGE, BEGIN, END, words(found))
-    draw(found)
+    write_between(PAGE, BEGIN, END, words(results))
+    draw(results)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def memory(kind: str | None, backbone: str) -> dict[str, float]:
     update()  # what is made once (int8 moves its scales, the optimizer makes its state)
     frozen = {p.data_ptr(): p.nbytes for p in model.parameters() if not p.requires_grad}
     state = [tensor for moment in optimizer.moments().values() for tensor in moment.values()]
-    found = {
+    results = {
         "frozen weights": sum(frozen.values()),
         "scales": sum(t.nbytes for t in quantization_scales(model).values()),
         "adapter": sum(p.nbytes for p in trained.values()),
@@ -83,8 +83,8 @@ def memory(kind: str | None, backbone: str) -> dict[str, float]:
         "activations": count_saved_bytes(model, loss),
     }
     del state
-    found["peak"] = peak_bytes(update)
-    return {name: float(value) for name, value in found.items()}
+    results["peak"] = peak_bytes(update)
+    return {name: float(value) for name, value in results.items()}
 
 
 def main() -> None:
@@ -97,12 +97,12 @@ def main() -> None:
     final = sum(curves["bf16"][-TAIL:]) / TAIL
     for kind in KINDS:
         what = f"mean loss of the last {TAIL} of {STEPS} updates, {kind} on {where}"
-        judged: dict[str, Any] = {"unit": "nats/token", "peer_name": "bf16", "maximum": 1.05}
+        evaluations: dict[str, Any] = {"unit": "nats/token", "peer_name": "bf16", "maximum": 1.05}
         if not here:
-            bench.row(what, reason=missing, **judged)
+            bench.row(what, reason=missing, **evaluations)
             continue
         curves[kind] = in_child("benchmarks.quantised:curve", kind=kind)
-        bench.row(what, ours=sum(curves[kind][-TAIL:]) / TAIL, peer=final, **judged)
+        bench.row(what, ours=sum(curves[kind][-TAIL:]) / TAIL, peer=final, **evaluations)
         apart = [abs(mine / bf16 - 1) for mine, bf16 in zip(curves[kind], curves["bf16"], strict=True)]
         bench.row(f"largest distance of the two loss curves, {kind} on {where}", "relative", ours=max(apart))
     write_json(CURVES, curves)

@@ -30,13 +30,13 @@ from benchmarks._cell_table import read_cells
 from benchmarks._descent_cells import STUDIES, Study, overrides, table_of
 from benchmarks._harness import RESULTS, Benchmark, limit_threads
 from benchmarks._study_results import read
+from benchmarks._warmup_arms import Arm
 from benchmarks.first_study import TARGETS
 from flatshift.experiments.data.sources import build_preview_loader
 from flatshift.experiments.data.splits import prepare_data
 from flatshift.experiments.recipe import Resolved, from_override, load_recipe
 from flatshift.experiments.studies.compare.comparison_plan import ComparisonPlan
 from flatshift.experiments.studies.compare.tuning import TrialSetting
-from flatshift.experiments.studies.warmups import Arm
 from flatshift.experiments.workflows.build import load_model
 from flatshift.experiments.workflows.run_parts import FINE_TUNE, initial_adapter
 from flatshift.finetune.atomic import write_json
@@ -80,8 +80,8 @@ class Tuned:
 
 def compared(data: Path, folder: Path) -> Iterator[Tuned]:
     """Those of `flat_comparison`."""
-    found = read(RESULTS / "flat_comparison" / "comparison.json")
-    trials = [trial for trial in found["trials"] if trial["method"] in METHODS]
+    result = read(RESULTS / "flat_comparison" / "comparison.json")
+    trials = [trial for trial in result["trials"] if trial["method"] in METHODS]
     for trial in sorted(trials, key=lambda trial: METHODS.index(trial["method"])):
         method, task = trial["method"], trial["task"]
         chosen = dict(trial["chosen"])
@@ -163,7 +163,7 @@ def start(resolved: Resolved) -> dict[str, float]:
         seed=derive_seed(recipe.train.seed, "rows"),
     )
     pad = int(tokenizer.pad_token_id)
-    found = preconditioned_sharpness(
+    result = preconditioned_sharpness(
         model,
         mean_loss(model, list(EvalBatching(16, pad).batches(rows, task)), task=task),
         parameters=parameters,
@@ -177,8 +177,8 @@ def start(resolved: Resolved) -> dict[str, float]:
         parameters, rank=recipe.adapter.rank, labels=labels, each=each, counted=task.loss_denominator
     )
     return {
-        "preconditioned": found,
-        "threshold": stability_threshold(recipe.optimizer.betas[0]) / found,
+        "preconditioned": result,
+        "threshold": stability_threshold(recipe.optimizer.betas[0]) / result,
         "parameters": capacity.parameters,
         "labels": labels,
         "capacity": capacity.ratio,
@@ -212,12 +212,12 @@ class Fitted:
 
 def fitted(cells: Sequence[dict[str, Any]]) -> list[Fitted]:
     """Plain cells along rank or rows, at their last step."""
-    found: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    results: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for cell in cells:
         point, last = cell["result"]["point"], cell["trace"][-1]
         place = point["adapter.rank"], point.get("data.train.limit", 1000)
-        found.setdefault(place, []).append((last["train.memorised"], last["test.error"] - last["train.error"]))
-    return [Fitted(*place, *np.mean(runs, 0).tolist()) for place, runs in sorted(found.items())]
+        results.setdefault(place, []).append((last["train.memorised"], last["test.error"] - last["train.error"]))
+    return [Fitted(*place, *np.mean(runs, 0).tolist()) for place, runs in sorted(results.items())]
 
 
 def capacities(study: Study, data: Path, settings: Sequence[Fitted]) -> list[float]:
@@ -252,8 +252,8 @@ def correlation(bench: Benchmark, what: str, x: Sequence[float], y: Sequence[flo
 def spearman(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Of two arrays along the last axis, ties at their mean rank."""
     a, b = (ranks - ranks.mean(-1, keepdims=True) for ranks in (rankdata(x, axis=-1), rankdata(y, axis=-1)))
-    found: np.ndarray = (a * b).sum(-1) / np.sqrt((a**2).sum(-1) * (b**2).sum(-1))
-    return found
+    result: np.ndarray = (a * b).sum(-1) / np.sqrt((a**2).sum(-1) * (b**2).sum(-1))
+    return result
 
 
 def rates(bench: Benchmark, settings: Sequence[Tuned], known: Mapping[str, Mapping[str, float]]) -> None:
@@ -296,7 +296,7 @@ def unstable(bench: Benchmark, known: Mapping[str, Mapping[str, float]]) -> None
         rate.append(point["optimizer.lr"])
         over.append(rate[-1] / known[f"training bump: gsm8k, rank {point['adapter.rank']}"]["threshold"])
         last = trace[-1].get("train.loss")
-        worse.append(cell["result"]["diverged"] or last is None or last > trace[0]["train.loss"])
+        worse.append(cell["result"]["status"] == "diverged" or last is None or last > trace[0]["train.loss"])
     above, bad = np.array(over) > 1, np.array(worse)
     for title, some in (("above", above), ("below", ~above)):
         what = f"plain runs of the training bump {title} the threshold that end above their first loss"
@@ -322,13 +322,13 @@ def fits(bench: Benchmark, data: Path) -> None:
         own = fitted(cells)
         groups[f"along {name}"] = own, capacities(study, data, own)
     settings = [at for some, _ in groups.values() for at in some]
-    ratios = [ratio for _, found in groups.values() for ratio in found]
-    for name, (some, found) in {**groups, "both": (settings, ratios)}.items():
+    ratios = [ratio for _, result in groups.values() for ratio in result]
+    for name, (some, result) in {**groups, "both": (settings, ratios)}.items():
         for figure, title in FIGURES.items():
             values = [getattr(at, figure) for at in some]
-            correlation(bench, f"capacity ratio and {title}: {name}", found, values)
-    told = [{"ratio": ratio, **dataclasses.asdict(at)} for ratio, at in zip(ratios, settings, strict=True)]
-    bench.rows[-1]["settings"] = told
+            correlation(bench, f"capacity ratio and {title}: {name}", result, values)
+    results = [{"ratio": ratio, **dataclasses.asdict(at)} for ratio, at in zip(ratios, settings, strict=True)]
+    bench.rows[-1]["settings"] = results
 
 
 def main() -> None:

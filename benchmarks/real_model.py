@@ -6,11 +6,12 @@
 
 `head`: the loss over the vocabulary, beside plain cross entropy over whole logits and beside its two matrix products
 alone. `step`: an update on 4 completions of some 250 tokens, rank 8 on all linear layers, beside TRL's SFTTrainer on
-the same micro-batches. `few-shot`: 180 choices between two sentences, two worked examples before each, beside lm-eval
-on the same texts; whole processes. `generation`: 96 prompts in batches of 32, beside transformers' own `generate` on
-frozen weights and contiguous hidden states, in file order. `select`: passages of files to scores, by this tokenizer.
-`plan`: bytes and seconds of the plan beside those of updates, in one process and on two ranks. One thread; CPU-seconds;
-each figure of `few-shot` and `generation` is a fresh process, A B B A.
+the same micro-batches; `products`: how much of it matrix products take. `few-shot`: 180 choices between two
+sentences, two worked examples before each, beside lm-eval on the same texts; whole processes. `generation`: 96
+prompts in batches of 32, beside transformers' own `generate` on frozen weights and contiguous hidden states, in file
+order. `select`: passages of files to scores, by this tokenizer. `plan`: bytes and seconds of the plan beside those of
+updates, in one process and on two ranks. One thread; CPU-seconds; each figure of `few-shot` and `generation` is a
+fresh process, A B B A.
 """
 
 from __future__ import annotations
@@ -93,6 +94,24 @@ def seconds(build: Callable[[], Callable[[], Any]]) -> float:
     return cpu_seconds(build()) / STEPS
 
 
+def product_share(**settings: Any) -> float:
+    """Matrix products' share of the CPU time of our updates, by torch's profiler."""
+    run = train_step.ours(**settings, steps=STEPS)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        run()
+    times = {event.key: event.self_cpu_time_total for event in profiler.key_averages()}
+    return sum(times.get(f"aten::{name}", 0.0) for name in ("mm", "addmm", "bmm")) / sum(times.values())
+
+
+def products(bench: Benchmark) -> None:
+    """Matrix products' share of an update, below which no order of the rest can bring it."""
+    task, batches = completions(STEPS + 1)
+    for precision, bar in (("bf16", 0.25), ("fp32", None)):
+        share = product_share(task=task, batches=batches, precision=precision, backbone=DECODER)
+        what = f"matrix products' share of an update, completions 4 × ~{WIDTH}, V 262,144, rank 8, {precision}"
+        bench.row(what, "share", ours=share, minimum=bar)
+
+
 def step(bench: Benchmark) -> None:
     """An update beside TRL's."""
     task, batches = completions(STEPS + 1)
@@ -115,20 +134,20 @@ def step(bench: Benchmark) -> None:
 def _in_turn(bench: Benchmark, what: str, ours: str, peer: str, peer_name: str, bars: Any, **arguments: Any) -> Any:
     """Two functions of this module in fresh processes, A B B A: CPU-seconds and peak memory of each as rows, and what
     the first of each answered."""
-    told: dict[str, list[dict[str, Any]]] = {ours: [], peer: []}
+    results: dict[str, list[dict[str, Any]]] = {ours: [], peer: []}
     for turn in range(TURNS):
         for function in (ours, peer) if turn % 2 == 0 else (peer, ours):
-            told[function].append(in_child(f"benchmarks.real_model:{function}", wall_cap_s=7200.0, **arguments))
+            results[function].append(in_child(f"benchmarks.real_model:{function}", wall_cap_s=7200.0, **arguments))
     for name, unit, bar in (("cpu", "CPU-s", bars[0]), ("peak", "bytes", bars[1])):
         bench.row(
             what if name == "cpu" else f"peak memory of {what}",
             unit,
-            ours=[each[name] for each in told[ours]],
-            peer=[each[name] for each in told[peer]],
+            ours=[each[name] for each in results[ours]],
+            peer=[each[name] for each in results[peer]],
             peer_name=peer_name,
             **({} if bar is None else {"bar_op": "<=", "bar_value": bar}),
         )
-    return told[ours][0], told[peer][0]
+    return results[ours][0], results[peer][0]
 
 
 def _cost(since: float = 0.0) -> dict[str, float]:
@@ -161,14 +180,14 @@ def rank_here(data: str, prompt: str, precision: str) -> dict[str, Any]:
     from flatshift.experiments.workflows.few_shot import FewShot, read_prompt
 
     limit_threads(1)
-    found = evaluate_side_by_side(
+    result = evaluate_side_by_side(
         [DECODER],
         data=[data],
         few_shot=FewShot(prompt=read_prompt(prompt), name="choices"),
         overrides=[from_override("train.precision", precision, "x")],
         quiet=True,
     )
-    return _cost() | {"accuracy": found["figures"][DECODER]["data"]["accuracy"]["value"]}
+    return _cost() | {"accuracy": result["figures"][DECODER]["data"]["accuracy"]["value"]}
 
 
 def rank_by_harness(data: str, prompt: str, precision: str) -> dict[str, Any]:
@@ -201,14 +220,14 @@ def rank_by_harness(data: str, prompt: str, precision: str) -> dict[str, Any]:
         batch_size=32,
         add_bos_token=True,
     )
-    found = simple_evaluate(
+    result = simple_evaluate(
         model,
         tasks=["choices_local"],
         num_fewshot=0,
         bootstrap_iters=0,
         task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
     )
-    return _cost() | {"accuracy": found["results"]["choices_local"]["acc,none"]}
+    return _cost() | {"accuracy": result["results"]["choices_local"]["acc,none"]}
 
 
 def few_shot(bench: Benchmark) -> None:
@@ -251,8 +270,8 @@ def continue_here(count: int) -> dict[str, Any]:
     model.config.use_cache = True
     since = time.process_time()
     batching = EvalBatching(BATCH, pad, autocast_dtype=torch.bfloat16)
-    found = dict(continue_prompts(model, prompts, Decoding(max_new_tokens=NEW), batching, end=None))
-    return _cost(since) | {"tokens": [found[number].ids for number in range(count)]}
+    results = dict(continue_prompts(model, prompts, Decoding(max_new_tokens=NEW), batching, end=None))
+    return _cost(since) | {"tokens": [results[number].ids for number in range(count)]}
 
 
 def continue_by_transformers(count: int) -> dict[str, Any]:
@@ -264,13 +283,13 @@ def continue_by_transformers(count: int) -> dict[str, Any]:
     model.requires_grad_(False).eval()
     model.lm_head.register_forward_pre_hook(lambda module, given: (given[0].contiguous(),))
     config = GenerationConfig(max_new_tokens=NEW, min_new_tokens=NEW, pad_token_id=pad, do_sample=False)
-    since, found = time.process_time(), []
+    since, results = time.process_time(), []
     for start in range(0, count, BATCH):
         ids, mask = pad_rows(prompts[start : start + BATCH], pad, left=True)
         with torch.no_grad():
             written = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
-        found += written[:, ids.shape[1] :].tolist()
-    return _cost(since) | {"tokens": found}
+        results += written[:, ids.shape[1] :].tolist()
+    return _cost(since) | {"tokens": results}
 
 
 def generation(bench: Benchmark) -> None:
@@ -312,16 +331,18 @@ def score_passages(method: str, count: int) -> dict[str, float]:
 def select(bench: Benchmark) -> None:
     """Passages a CPU-minute; the shipped pool again and again."""
     for method, bar in (("cynical", 6e5), ("dsir", 1.2e6)):
-        told = [in_child("benchmarks.real_model:score_passages", method=method, count=PASSAGES) for _ in range(TURNS)]
+        results = [
+            in_child("benchmarks.real_model:score_passages", method=method, count=PASSAGES) for _ in range(TURNS)
+        ]
         rates = [("files to scores", "cpu"), *([("scores of known tokens", "scores")] if method == "cynical" else [])]
         for what, name in rates:
             bench.row(
                 f"{method}, {what}: passages a CPU-minute",
                 "passages/CPU-minute",
-                ours=[60.0 * PASSAGES / each[name] for each in told],
+                ours=[60.0 * PASSAGES / each[name] for each in results],
                 **({"bar_op": ">=", "bar_value": bar} if name == rates[-1][1] else {}),
             )
-        bench.row(f"{method}: peak memory", unit="bytes", ours=[each["peak"] for each in told])
+        bench.row(f"{method}: peak memory", unit="bytes", ours=[each["peak"] for each in results])
 
 
 def plan(bench: Benchmark) -> None:
@@ -335,17 +356,17 @@ def plan(bench: Benchmark) -> None:
         with tempfile.TemporaryDirectory() as folder:
             plan_validation.save(dataclasses.replace(plan_validation.WARM, mesh=mesh), f"{folder}/tiny")
             (Path(folder) / "own").symlink_to(directory)
-            said = plan_validation.predicted(f"{folder}/own", case)
-            told = on_ranks(
+            output = plan_validation.predicted(f"{folder}/own", case)
+            result = on_ranks(
                 "benchmarks.plan_validation:held", case.ranks, folder=folder, case=dataclasses.asdict(case),
                 wall_cap_s=3600.0,
             )  # fmt: skip
-        held = max(rank["allocated"] for rank in told)
+        held = max(rank["allocated"] for rank in result)
         bench.row(
-            f"planned bytes of an update ÷ allocated, bf16, 4 × {WIDTH}, {_words_of(mesh)}", unit="bytes", ours=said,
+            f"planned bytes of an update ÷ allocated, bf16, 4 × {WIDTH}, {_words_of(mesh)}", unit="bytes", ours=output,
             peer=held, peer_name="measured", bar_op="<=", bar_value=1.15,
         )  # fmt: skip
-        bench.row(f"error of these bytes, {_words_of(mesh)}", unit="share", ours=abs(said / held - 1), bar_op="<=",
+        bench.row(f"error of these bytes, {_words_of(mesh)}", unit="share", ours=abs(output / held - 1), bar_op="<=",
                   bar_value=0.15)  # fmt: skip
     _seconds_of_a_run(bench)
 
@@ -356,7 +377,7 @@ def _words_of(mesh: dict[str, int]) -> str:
 
 def _seconds_of_a_run(bench: Benchmark) -> None:
     """A run's own record of its plan."""
-    rows = [{"prompt": f"{ASK} {i} " + "word " * 120, "completion": "an answer " * 40} for i in range(24)]
+    rows = [{"prompt": f"{ASK} {i} " + "word " * 360, "completion": "an answer " * 40} for i in range(24)]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         settings = "--train.steps 4 --train.batch_size 4 --train.max_length 384 --train.threads 1 --out run"
@@ -378,6 +399,7 @@ def _seconds_of_a_run(bench: Benchmark) -> None:
 GROUPS: dict[str, Callable[[Benchmark], object]] = {
     "head": head,
     "step": step,
+    "products": products,
     "few-shot": few_shot,
     "generation": generation,
     "select": select,

@@ -100,7 +100,7 @@ def weights_of(model: Any) -> dict[str, Tensor]:
 def draws(model: Any, loss: Callable[[], Tensor], sigma: float, *, dense: bool, seed: int = 0) -> Draws:
     """Perturb `model` (float32, its adapter as it is) until the mean rise is known well enough."""
     weights = weights_of(model)
-    kept = {name: weight.detach().clone() for name, weight in weights.items()}
+    copies = {name: weight.detach().clone() for name, weight in weights.items()}
     trained = [p for p in model.parameters() if p.requires_grad]
     generator = torch.Generator().manual_seed(seed + 1)
     regularizer: Any = build(FlatLora(sigma=sigma, schedule="constant")).attach(model, seed=seed, total_steps=MOST)
@@ -113,13 +113,13 @@ def draws(model: Any, loss: Callable[[], Tensor], sigma: float, *, dense: bool, 
         while len(rises) < FEWEST or (len(rises) < MOST and not _known(rises)):
             noise = _noise(regularizer, len(rises), sigma, generator if dense else None)
             if not rises:
-                ratios = [_spectral(e) / _spectral(kept[name]) for name, e in noise.items()]
+                ratios = [_spectral(e) / _spectral(copies[name]) for name, e in noise.items()]
                 spectral = sum(ratios) / len(ratios)
             learns = len(rises) < GRADIENT_PAIRS
             both = 0.0
             for sign in (1, -1):
                 for name, weight in weights.items():
-                    weight.data = kept[name] + sign * noise[name]
+                    weight.data = copies[name] + sign * noise[name]
                 with torch.set_grad_enabled(learns), logits.watching(learns):
                     value = loss()
                 if learns:
@@ -129,7 +129,7 @@ def draws(model: Any, loss: Callable[[], Tensor], sigma: float, *, dense: bool, 
             rises.append(both - base)
     finally:
         for name, weight in weights.items():
-            weight.data = kept[name]
+            weight.data = copies[name]
         regularizer.detach()
     return Draws(torch.tensor(rises, dtype=torch.float64), gradient, spectral, logits.largest())
 
@@ -253,8 +253,8 @@ def row_norms(bench: Benchmark) -> None:
     a, sb = torch.randn(16, 4096, generator=draws) * 0.02, torch.randn(4096, 16, generator=draws) * 0.02
     base = squared_row_norms(weight)
     true = (weight.double() + sb.double() @ a.double()).square().sum(1)
-    found = adapted_squared_row_norms(weight, a, sb, base=base)
-    error = float(((found.double() - true) / true).abs().max())
+    result = adapted_squared_row_norms(weight, a, sb, base=base)
+    error = float(((result.double() - true) / true).abs().max())
     bench.row("row norms, 4096², r 16: largest relative error to float64", "", ours=error, maximum=1e-6)
 
     def materialised() -> Any:
@@ -302,11 +302,11 @@ def bypass(bench: Benchmark) -> None:
 
 
 def digest(model: Any) -> str:
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     for name, p in model.named_parameters():
         if not p.requires_grad:
-            found.update(name.encode() + p.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+            result.update(name.encode() + p.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return result.hexdigest()
 
 
 def checksums(bench: Benchmark) -> None:
@@ -351,19 +351,19 @@ def sketch(bench: Benchmark) -> None:
         weights, ratios = weights_of(model), []
         sketched: dict[str, Any] = dict.fromkeys(weights, 0)
         true: dict[str, Any] = dict.fromkeys(weights, 0)
-        kept = {name: weight.detach().clone() for name, weight in weights.items()}
+        copies = {name: weight.detach().clone() for name, weight in weights.items()}
         for t in range(50):
             with regularizer.step(t):
                 noise = regularizer.perturbations()
                 loss().backward()
             state = regularizer.state_dict()
             for name, weight in weights.items():
-                weight.data = kept[name] + noise[name]
+                weight.data = copies[name] + noise[name]
                 weight.requires_grad_(True)
             grads = torch.autograd.grad(loss(), list(weights.values()))
             for (name, weight), grad in zip(weights.items(), grads, strict=True):
                 weight.requires_grad_(False)
-                weight.data = kept[name]
+                weight.data = copies[name]
                 q, norms = state[f"{name}.ema"], grad.square().sum(1)
                 ratios.append(float(q.sum() / norms.sum()))
                 sketched[name] += q / norms.sum()

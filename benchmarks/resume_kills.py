@@ -70,12 +70,12 @@ def kill_at(place: str, occasion: int) -> None:
         hit = passed == occasion
         if hit and before:
             os.kill(os.getpid(), signal.SIGKILL)
-        found = usual(*arguments, **keywords)
+        result = usual(*arguments, **keywords)
         if hit:
             if name == "save_file":
                 os.truncate(arguments[1], Path(arguments[1]).stat().st_size // 2)
             os.kill(os.getpid(), signal.SIGKILL)
-        return found
+        return result
 
     setattr(owner, name, call)
 

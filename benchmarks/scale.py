@@ -113,17 +113,17 @@ def solve(rows: int, folder: Path) -> None:
     low, high = (min(rows, BLOCK * (blocks * rank // size)) for rank in (world.rank, world.rank + 1))
     x, base, began = DrawnRows(low, high - low), anonymous_rss(), time.process_time()
     with PeakMemory(0.02) as peak:
-        found = sinkhorn_potentials(
+        result = sinkhorn_potentials(
             x, targets(), tolerance=1e-3, nearest=True, memory_bytes=1 << 29, group=dist.group.WORLD
         )
-    told = {
+    results = {
         "cpu": time.process_time() - began - peak.cpu,
         "memory": base + peak.bytes,
-        "passes": found.passes,
-        "error": found.marginal_error,
-        "digests": [hashlib.sha256(found.scores[i : i + BLOCK]).hexdigest() for i in range(0, high - low, BLOCK)],
+        "passes": result.passes,
+        "error": result.marginal_error,
+        "digests": [hashlib.sha256(result.scores[i : i + BLOCK]).hexdigest() for i in range(0, high - low, BLOCK)],
     }
-    (folder / f"{world.rank}.json").write_text(json.dumps(told), encoding="utf-8")
+    (folder / f"{world.rank}.json").write_text(json.dumps(results), encoding="utf-8")
     spawn.destroy_process_group(world)
 
 
@@ -134,13 +134,13 @@ def measure(rows: int, processes: int) -> dict[str, Any]:
         code = spawn.spawn(command, ranks=processes, threads=1)
         if code:
             raise RuntimeError(f"{processes} ranks ended with code {code}")
-        told = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(processes)]
-    digests = [digest for part in told for digest in part["digests"]]
+        results = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(processes)]
+    digests = [digest for part in results for digest in part["digests"]]
     run = {
-        "cpu": sum(part["cpu"] for part in told),
-        "memory": max(part["memory"] for part in told),
-        "passes": told[0]["passes"],
-        "error": told[0]["error"],
+        "cpu": sum(part["cpu"] for part in results),
+        "memory": max(part["memory"] for part in results),
+        "passes": results[0]["passes"],
+        "error": results[0]["error"],
         "digest": hashlib.sha256("".join(digests).encode()).hexdigest(),
     }
     print(f"    {rows:,} rows, {processes} processes: {run}", flush=True)
@@ -274,15 +274,15 @@ def cleaned(shards: int, size: int, memory_gib: float) -> dict[str, float]:
     texts = DrawnDocuments(shards, size)
     began = time.process_time()
     with PeakMemory(0.02) as peak:
-        found = clean_pool(texts, settings)
+        result = clean_pool(texts, settings)
     cpu = time.process_time() - began - peak.cpu - texts.cpu
-    counts = found.counts()
+    counts = result.counts()
     return {
         "cpu": cpu,
         "memory": peak.bytes,
         "exact": counts["exact-duplicate"],
         "near": counts["near-duplicate"],
-        "left_out": found.diagnostics["near"]["left_out"],
+        "left_out": result.diagnostics["near"]["left_out"],
     }
 
 

@@ -75,7 +75,7 @@ def main() -> None:
     if options.report is not None:
         write_text(options.report, tables.page(json.loads((folder(name) / DOCUMENT).read_text(encoding="utf-8"))))
         return
-    kept = (
+    notice = (
         f"{PAGE.name} and the committed results stay as they are, until "
         f"`python -m benchmarks.selection_quality --study {name} --data {options.data}` has run every cell"
     )
@@ -84,9 +84,9 @@ def main() -> None:
         with packed(out, folder(name) / CELLS):
             document = study_quality(recipe, out, **part_of(options))
     except Interrupted as error:
-        raise SystemExit(f"the study was stopped: {kept} ({error})") from None
+        raise SystemExit(f"the study was stopped: {notice} ({error})") from None
     if document["missing"]:
-        print(f"this is a part of the study: {kept}; the part's report is {out}/report.html")
+        print(f"this is a part of the study: {notice}; the part's report is {out}/report.html")
         return
     write_json(folder(name) / DOCUMENT, document)
     packages = ("torch", "transformers", "peft", "numpy", "scipy", "scikit-learn")
@@ -101,21 +101,21 @@ def rows(bench: Benchmark, document: dict[str, Any], *, bars: dict[str, float]) 
     base, budget, focus = document["baseline"], document["primary_budget"], document["focus"]
     for metric, unit in ENDPOINTS.items():
         for name, arm in document["arms"].items():
-            found = arm.get(metric)
+            result = arm.get(metric)
             if name == base or metric not in arm or (metric == "accuracy" and not tables.has_accuracy(document)):
                 continue
             what = f"{unit}, {name}, {budget}"
-            if found is None:
+            if result is None:
                 bench.row(what, unit=unit, reason="no budget, or no seed, that both have")
                 continue
             if (peer := mean_level(document, base, metric)) is None:
-                row = bench.row(f"{what}, minus {base}", ours=found["value"], unit=unit)
+                row = bench.row(f"{what}, minus {base}", ours=result["value"], unit=unit)
             else:
-                row = bench.row(what, ours=peer + found["value"], peer=peer, peer_name=base, unit=unit)
+                row = bench.row(what, ours=peer + result["value"], peer=peer, peer_name=base, unit=unit)
             names = ("low", "high", "n", "p", "p_holm", "detectable")
-            row["difference"] = {"mean": found["value"], "confidence": 0.95, **{key: found[key] for key in names}}
-            if found.get("bootstrap"):
-                row["difference"]["bootstrap"] = found["bootstrap"]
+            row["difference"] = {"mean": result["value"], "confidence": 0.95, **{key: result[key] for key in names}}
+            if result.get("bootstrap"):
+                row["difference"]["bootstrap"] = result["bootstrap"]
     for metric, form in (("nats", ""), ("form_nats", " in plain form")):
         for arm, pair in document["against"].items():
             if pair.get(metric) is not None:
@@ -123,10 +123,10 @@ def rows(bench: Benchmark, document: dict[str, Any], *, bars: dict[str, float]) 
                 bar = bars.get(arm) if metric == "nats" else 0.0 if arm == "dsir" and bars else None
                 _change(bench, what, pair[metric], bar)
     worst = []
-    for name, size, arm, found in tables.beside_focus(document):
-        _change(bench, f"{name} at {size}: perplexity after {focus} beside {arm}", found, None)
+    for name, size, arm, result in tables.beside_focus(document):
+        _change(bench, f"{name} at {size}: perplexity after {focus} beside {arm}", result, None)
         if arm in bars:
-            worst.append(math.expm1(found["value"]))
+            worst.append(math.expm1(result["value"]))
     if worst:
         what = f"the worst target beside either of {' and '.join(bars)}"
         bench.row(what, ours=max(worst), unit="change of perplexity", bar_op="<=", bar_value=WORST)
@@ -135,12 +135,12 @@ def rows(bench: Benchmark, document: dict[str, Any], *, bars: dict[str, float]) 
     bench.row("CPU time of the study", ours=document["cpu_s"], unit="CPU-s")
 
 
-def _change(bench: Benchmark, what: str, found: Any, bar: float | None) -> None:
+def _change(bench: Benchmark, what: str, result: Any, bar: float | None) -> None:
     """One paired difference in nats, as the change of perplexity that it is."""
     bar_op: Any = None if bar is None else "<="
-    row = bench.row(what, ours=math.expm1(found["value"]), unit="change of perplexity", bar_op=bar_op, bar_value=bar)
-    interval = {end: None if found[end] is None else math.expm1(found[end]) for end in ("low", "high")}
-    row["interval"] = {**interval, "confidence": 0.95, "seeds": found["n"], "p_holm": found.get("p_holm")}
+    row = bench.row(what, ours=math.expm1(result["value"]), unit="change of perplexity", bar_op=bar_op, bar_value=bar)
+    interval = {end: None if result[end] is None else math.expm1(result[end]) for end in ("low", "high")}
+    row["interval"] = {**interval, "confidence": 0.95, "seeds": result["n"], "p_holm": result.get("p_holm")}
 
 
 def mean_level(document: dict[str, Any], arm: str, metric: str) -> float | None:

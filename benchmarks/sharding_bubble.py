@@ -102,18 +102,18 @@ def measure(bench: Benchmark, name: str, backbone: str, schedule: str, virtual: 
     what = f"{name}, {schedule}, {pieces} pieces"
     mesh = {"pp": 2, "schedule": schedule, "virtual": virtual, "microbatches": 1}
     unit, formula = "idle ÷ busy", bubble_fraction(2, virtual, pieces, schedule)
-    found, wanted = [], []
+    results, wanted = [], []
     for _ in range(BARRED_RUNS if bar else RUNS):
         ranks = on_ranks(
             "benchmarks.sharding_bubble:passes", 2, backbone=backbone, mesh=mesh, rows=1, micros=pieces, steps=STEPS
         )
-        found.append(statistics.mean((rank["wall"] - rank["busy"]) / rank["busy"] for rank in ranks))
+        results.append(statistics.mean((rank["wall"] - rank["busy"]) / rank["busy"] for rank in ranks))
         wanted.append(untransferred(ranks))
-    bench.row(what, unit, ours=found, peer=formula, peer_name="formula")
+    bench.row(what, unit, ours=results, peer=formula, peer_name="formula")
     above = {"maximum": ABOVE} if bar else {}
-    bench.row(f"{what}: above the formula", unit, ours=[one - formula for one in found], **above)
+    bench.row(f"{what}: above the formula", unit, ours=[one - formula for one in results], **above)
     bench.row(f"{what}: of it uneven passes", unit, ours=[one - formula for one in wanted])
-    rest = [one - other for one, other in zip(found, wanted, strict=True)]
+    rest = [one - other for one, other in zip(results, wanted, strict=True)]
     bench.row(f"{what}: of it transfers and the update's end", unit, ours=rest)
 
 

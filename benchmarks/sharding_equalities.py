@@ -147,7 +147,7 @@ _WORLDS: dict[tuple[int, ...], ProcessMesh] = {}
 
 def world_of(mesh: Mesh) -> ProcessMesh:
     """This rank's place; a mesh of the same shape is made only once, for each has its process groups."""
-    shape = (mesh.pp, mesh.replicate, mesh.dp, mesh.cp, mesh.tp)
+    shape = (mesh.pp, mesh.replicate, mesh.dp, mesh.ep, mesh.cp, mesh.tp)
     if shape not in _WORLDS:
         _WORLDS[shape] = ProcessMesh.of(mesh, torch.device("cpu"))
     return _WORLDS[shape]
@@ -183,14 +183,14 @@ def cell(folder: Path, subject: Subject, layout: Layout, *, number: int) -> dict
         return {"reason": str(error)}
     assert course.untouched, f"{layout.name}, {subject}: the frozen backbone changed"
     looked_on = len(course.losses) < STEPS  # while one process went on alone
-    found = None if looked_on else distances(course, read_reference(folder, subject, layout))
-    every = [found]
+    result = None if looked_on else distances(course, read_reference(folder, subject, layout))
+    every = [result]
     if dist.is_initialized():
         every = [None] * dist.get_world_size()
-        dist.all_gather_object(every, found)
-    told = [each for each in every if each is not None]
-    assert told, f"{layout.name}, {subject}: no rank saw the whole course"
-    return {name: max(each[name] for each in told) for name in figures_of(layout)}
+        dist.all_gather_object(every, result)
+    results = [each for each in every if each is not None]
+    assert results, f"{layout.name}, {subject}: no rank saw the whole course"
+    return {name: max(each[name] for each in results) for name in figures_of(layout)}
 
 
 def figures_of(layout: Layout) -> tuple[str, ...]:
@@ -200,16 +200,16 @@ def figures_of(layout: Layout) -> tuple[str, ...]:
 
 def cells(folder: str, ranks: int, layouts: tuple[Layout, ...], subjects: tuple[Subject, ...]) -> list[dict[str, Any]]:
     """All cells that take `ranks` processes, one after the other; every rank calls this and gets the same."""
-    found = []
+    results = []
     for number, layout in enumerate(layouts):
         for subject in subjects if layout.ranks == ranks else ():
             began = time.monotonic()
             figures = cell(Path(folder), subject, layout, number=number)
-            found.append({"layout": layout.name, "subject": str(subject), **figures})
+            results.append({"layout": layout.name, "subject": str(subject), **figures})
             if not dist.is_initialized() or dist.get_rank() == 0:
-                told = figures.get("reason") or "  ".join(f"{name} {value:.1e}" for name, value in figures.items())
-                print(f"  {layout.name}, {subject}: {told}  ({time.monotonic() - began:.1f} s)", flush=True)
-    return found
+                result = figures.get("reason") or "  ".join(f"{name} {value:.1e}" for name, value in figures.items())
+                print(f"  {layout.name}, {subject}: {result}  ({time.monotonic() - began:.1f} s)", flush=True)
+    return results
 
 
 def cells_by_name(folder: str, ranks: int, names: list[str]) -> list[dict[str, Any]]:
@@ -226,16 +226,16 @@ def main() -> None:
     limit_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         falls = write_references(Path(folder), SUBJECTS, layouts)
-        found = cells(folder, 1, layouts, SUBJECTS)
+        result = cells(folder, 1, layouts, SUBJECTS)
         for ranks in sorted({layout.ranks for layout in layouts} - {1}):
             print(f"{ranks} processes", flush=True)
             names = [layout.name for layout in layouts]
             call = {"folder": folder, "ranks": ranks, "names": names}  # the ranks are started once for all their cells
             where = "benchmarks.sharding_equalities:cells_by_name"
-            found += on_ranks(where, ranks, wall_cap_s=6 * 3600, **call)[0]
+            result += on_ranks(where, ranks, wall_cap_s=6 * 3600, **call)[0]
     bench = Benchmark("sharding_equalities", packages=("torch", "transformers", "peft"))
     for layout in layouts:
-        _rows(bench, layout, [each for each in found if each["layout"] == layout.name])
+        _rows(bench, layout, [each for each in result if each["layout"] == layout.name])
     what = "loss of the last update ÷ the first, the largest of all columns"
     row = bench.row(what, "ratio", ours=max(last / first for first, last in falls.values()), maximum=FALL)
     row["steps"] = STEPS
@@ -247,16 +247,16 @@ def main() -> None:
         docs.write()
 
 
-def _rows(bench: Benchmark, layout: Layout, found: list[dict[str, Any]]) -> None:
+def _rows(bench: Benchmark, layout: Layout, results: list[dict[str, Any]]) -> None:
     """A row for each figure of a layout: its worst cell, with all cells inside."""
     units = {"loss": "nats, largest difference", "gradients": "relative, worst tensor"}
     for name in figures_of(layout):
-        told = {each["subject"]: each[name] for each in found if name in each}
-        absent = {each["subject"]: each["reason"] for each in found if "reason" in each}
-        reason = None if told else "; ".join(dict.fromkeys(absent.values()))
-        worst, what = max(told.values(), default=None), f"{layout.name}: {name}, worst of {len(told)} cells"
+        records = {each["subject"]: each[name] for each in results if name in each}
+        absent = {each["subject"]: each["reason"] for each in results if "reason" in each}
+        reason = None if records else "; ".join(dict.fromkeys(absent.values()))
+        worst, what = max(records.values(), default=None), f"{layout.name}: {name}, worst of {len(records)} cells"
         row = bench.row(what, units[name], ours=worst, maximum=BARS[name], reason=reason)
-        row |= {"layout": layout.name, "figure": name, "cells": told, "absent": absent}
+        row |= {"layout": layout.name, "figure": name, "cells": records, "absent": absent}
 
 
 if __name__ == "__main__":

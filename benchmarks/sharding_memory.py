@@ -68,16 +68,16 @@ def ours(
     tiny: str, big: str, mesh: dict[str, Any], precision: str = "fp32", sizes: dict[str, int] | None = None
 ) -> dict[str, float]:
     """Our engine on `mesh` (one process if that is empty), with `big` of `sizes`; also what this rank holds."""
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
 
     def load(backbone: str, s: Sizes) -> Updates:
         updates = Updates(
             backbone, mesh, vocabulary=s.vocabulary, rows=s.rows, tokens=s.tokens, rank=s.rank, precision=precision
         )
-        found.update(held(updates.engine))
+        results.update(held(updates.engine))
         return updates
 
-    return measure(load, tiny, big, Sizes(**sizes) if sizes else BIG) | found
+    return measure(load, tiny, big, Sizes(**sizes) if sizes else BIG) | results
 
 
 def held(engine: Any) -> dict[str, float]:
@@ -114,7 +114,7 @@ def main() -> None:
         save_backbone(BIG, models["big"])
         # The child of one process: what the same rows cost without any sharding.
         alone = worst("ours", 1, **models, mesh={})
-        found = {}
+        results = {}
         for mesh, precision in (
             ({"dp": 2}, "fp32"),
             ({"dp": 4}, "fp32"),
@@ -125,11 +125,11 @@ def main() -> None:
             ({"pp": 2}, "fp32"),
         ):
             name = " × ".join(f"{axis} {width}" for axis, width in mesh.items()) + f", {precision}"
-            found[name] = worst("ours", math.prod(mesh.values()), **models, mesh=mesh, precision=precision)
-            own_rows(bench, name, mesh, found[name], alone)
+            results[name] = worst("ours", math.prod(mesh.values()), **models, mesh=mesh, precision=precision)
+            own_rows(bench, name, mesh, results[name], alone)
         bench.row("one process, fp32: transient of an update", "bytes", ours=alone["transient"])
         for ranks in (2, 4):
-            mine = found[f"dp {ranks}, fp32"]
+            mine = results[f"dp {ranks}, fp32"]
             for peer in PEERS:
                 absent = peer.startswith("DeepSpeed") and not peers.has_deepspeed()
                 other = {} if absent else worst("theirs", ranks, **models, peer=peer)
@@ -147,21 +147,21 @@ def main() -> None:
 
 
 def own_rows(
-    bench: Benchmark, name: str, mesh: dict[str, int], found: dict[str, float], alone: dict[str, float]
+    bench: Benchmark, name: str, mesh: dict[str, int], results: dict[str, float], alone: dict[str, float]
 ) -> None:
     """Our figures beside their bounds."""
 
     def row(what: str, key: str, bound: float, words: str, **bar: float) -> None:
-        bench.row(f"{name}: {what}", "bytes", ours=found[key], peer=bound, peer_name=words, **bar)
+        bench.row(f"{name}: {what}", "bytes", ours=results[key], peer=bound, peer_name=words, **bar)
 
     sharded = set(mesh) == {"dp"}
     if sharded:
         sizes = replace(BIG, item=2 if name.endswith("bf16") else 4)
         row("bytes of parameters on a rank", "held", sizes.whole_bytes / mesh["dp"], "Ψ/N", exactly=1.0)
-    load = LOAD_SHARE * found["held"] + LOAD_MORE
+    load = LOAD_SHARE * results["held"] + LOAD_MORE
     row("peak while loading", "load", load, "shard + 15 % + 32 MiB", maximum=1.0)
     if sharded:
-        bound = 3 * found["unit"] + alone["transient"]
+        bound = 3 * results["unit"] + alone["transient"]
         words = "3 largest units + one process's transient"
         row("transient of an update", "transient", bound, words, maximum=1.0)
 

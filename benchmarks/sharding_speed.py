@@ -76,14 +76,14 @@ def trainer_ddp(backbone: str, rows: int) -> dict[str, float]:
             ids = draw_ids(VOCABULARY, 1, TOKENS, i)[0]
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
 
     class Clock(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == WARM:
-                found["cpu"] = -time.process_time()
+                results["cpu"] = -time.process_time()
             if state.global_step == WARM + STEPS:
-                found["cpu"] += time.process_time()
+                results["cpu"] += time.process_time()
 
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
@@ -103,12 +103,12 @@ def trainer_ddp(backbone: str, rows: int) -> dict[str, float]:
         )
         model = peers.load_adapted(backbone)
         Trainer(model=model, args=arguments, train_dataset=Rows(), callbacks=[Clock()]).train()
-    return found
+    return results
 
 
 def cpu(function: str, ranks: int, **arguments: Any) -> float:
     """CPU-seconds of all ranks."""
-    return sum(found["cpu"] for found in on_ranks(f"benchmarks.sharding_speed:{function}", ranks, **arguments))
+    return sum(result["cpu"] for result in on_ranks(f"benchmarks.sharding_speed:{function}", ranks, **arguments))
 
 
 def main() -> None:

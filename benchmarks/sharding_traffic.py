@@ -242,16 +242,16 @@ def main() -> None:
     """Measure all cases and write benchmarks/results/sharding_traffic.json."""
     bench = Benchmark("sharding_traffic", packages=("torch", "transformers", "peft"))
     every = cases()
-    found: dict[str, dict[str, list[float]]] = {}
+    results: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for ranks in sorted({case.ranks for case in every}):
             mine = [case for case in every if case.ranks == ranks]
             wanted = [arguments(case, folder) for case in mine]
             answers = on_ranks("benchmarks.sharding_traffic:count_all", ranks, wanted=wanted)
-            found |= {case.name: added(case, [rank[i] for rank in answers]) for i, case in enumerate(mine)}
+            results |= {case.name: added(case, [rank[i] for rank in answers]) for i, case in enumerate(mine)}
     strangers, scalars = 0, 0.0
     for case in every:
-        seen, volumes = found[case.name], case.expected(case.sizes)
+        seen, volumes = results[case.name], case.expected(case.sizes)
         for kind, size in volumes.items():
             calls = seen.get(kind, [0, 0])[1]
             what = f"{case.name}: {kind}, {calls:.0f} calls"
@@ -260,16 +260,16 @@ def main() -> None:
         scalars = max(scalars, sum(value[1] for kind, value in seen.items() if kind.endswith(SCALARS)))
     bench.row("kinds of traffic that no formula has", "kinds", ours=strangers, exactly=0)
     bench.row("calls of at most 64 bytes in an update, the most of any case", "calls", ours=scalars)
-    _in_words(bench, found)
+    _in_words(bench, results)
     bench.finish()
 
 
-def _in_words(bench: Benchmark, found: dict[str, dict[str, list[float]]]) -> None:
+def _in_words(bench: Benchmark, results: dict[str, dict[str, list[float]]]) -> None:
     """The volumes that the literature states, each from the counts alone."""
     s = Sizes()
 
     def size(case: str, kind: str) -> float:
-        return found[case].get(kind, [0.0, 0.0])[0]
+        return results[case].get(kind, [0.0, 0.0])[0]
 
     reduced, gathered, sums = "dp reduce-scatter", "dp all-gather", "tp all-reduce"
     factors, sent = whole_factors(s), size("pp 2", "pp send")

@@ -57,13 +57,13 @@ class Watch:
         file = self.out / "log.txt"
         if not file.is_file():
             return []
-        found, place = [], 0
+        results, place = [], 0
         for line in file.read_bytes().splitlines(keepends=True):
             words = line.decode().split()
             if len(words) > 2 and words[1] == "start":
-                found.append((place, words[2], int(words[-1])))
+                results.append((place, words[2], int(words[-1])))
             place += len(line)
-        return found
+        return results
 
     def killed(self) -> None:
         """A kill was just made: what is finished now must never be started again, or written again."""
@@ -128,14 +128,14 @@ def end(process: subprocess.Popen[str], out: Path) -> None:
     try:
         finish(process)
     except RuntimeError as error:
-        said = out.with_suffix(".err").read_text(encoding="utf-8", errors="replace")
-        raise RuntimeError(f"{error}{said.strip()[-2000:]}") from None
+        log = out.with_suffix(".err").read_text(encoding="utf-8", errors="replace")
+        raise RuntimeError(f"{error}{log.strip()[-2000:]}") from None
 
 
 def tables(out: Path) -> list[dict[str, list]]:
     """Every figure of cells.parquet and curves.parquet."""
-    found = [pq.read_table(out / name).to_pydict() for name in ("cells.parquet", "curves.parquet")]
-    return [{name: column for name, column in table.items() if name not in _ASIDE} for table in found]
+    results = [pq.read_table(out / name).to_pydict() for name in ("cells.parquet", "curves.parquet")]
+    return [{name: column for name, column in table.items() if name not in _ASIDE} for table in results]
 
 
 @dataclass
@@ -176,41 +176,41 @@ class Tally:
         bench.row(f"{title}: files left over", "files", ours=self.leftovers, exactly=0)
 
 
-def kill_one_host(folder: Path, found: Tally, wanted: int, draw: random.Random) -> Tally:
+def kill_one_host(folder: Path, result: Tally, wanted: int, draw: random.Random) -> Tally:
     """Kills of a worker, the main process, or all."""
-    while found.kills < wanted:
-        found.sweeps += 1
-        watch, last = Watch(folder / f"killed-{found.sweeps}"), min(found.kills + KILLS_A_SWEEP, wanted)
+    while result.kills < wanted:
+        result.sweeps += 1
+        watch, last = Watch(folder / f"killed-{result.sweeps}"), min(result.kills + KILLS_A_SWEEP, wanted)
         process, hit = begin(watch.out), set[str]()
-        while found.kills < last and reach(process, watch, draw):
+        while result.kills < last and reach(process, watch, draw):
             if (who := kill(process, watch, hit, draw)) is None:
                 continue
-            found.hit(watch, who)
+            result.hit(watch, who)
             if who != "worker":
                 process, hit = begin(watch.out), set()
         end(process, watch.out)
-        found.add(watch)
-    return found
+        result.add(watch)
+    return result
 
 
-def kill_two_hosts(folder: Path, found: Tally, wanted: int, draw: random.Random) -> Tally:
+def kill_two_hosts(folder: Path, result: Tally, wanted: int, draw: random.Random) -> Tally:
     """Kills of one of two process groups that share a sweep's directory; it comes back at once."""
     shared = ("--shared", "--lease", str(LEASE_S))
-    while found.kills < wanted:
-        found.sweeps += 1
-        watch, last = Watch(folder / f"shared-{found.sweeps}"), min(found.kills + KILLS_A_SWEEP, wanted)
+    while result.kills < wanted:
+        result.sweeps += 1
+        watch, last = Watch(folder / f"shared-{result.sweeps}"), min(result.kills + KILLS_A_SWEEP, wanted)
         hosts = [begin(watch.out, *shared, jobs=2) for _ in range(2)]
-        while found.kills < last and reach(hosts[draw.randrange(2)], watch, draw):
+        while result.kills < last and reach(hosts[draw.randrange(2)], watch, draw):
             number = draw.randrange(2)
             os.killpg(hosts[number].pid, signal.SIGKILL)
             hosts[number].wait(timeout=WAIT_S)
             watch.killed()
-            found.hit(watch, "host")
+            result.hit(watch, "host")
             hosts[number] = begin(watch.out, *shared, jobs=2)
         for host in hosts:
             end(host, watch.out)
-        found.add(watch)
-    return found
+        result.add(watch)
+    return result
 
 
 def main() -> None:

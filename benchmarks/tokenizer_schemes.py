@@ -32,14 +32,14 @@ def main() -> None:
     bench = Benchmark("tokenizer_schemes", packages=("torch", "numpy", "tokenizers", "transformers"))
     first, *others = document["models"]
     bits = {
-        scheme: [cell["bits_per_byte"] for _, cell in sorted(found["cells"].items())]
-        for scheme, found in document["models"].items()
+        scheme: [cell["bits_per_byte"] for _, cell in sorted(result["cells"].items())]
+        for scheme, result in document["models"].items()
     }
     bench.row(f"{first}, bits per byte", "bits/byte", ours=bits[first])
     for scheme in others:
         bench.row(f"{scheme}, bits per byte", "bits/byte", ours=bits[scheme], peer=bits[first], peer_name=first)
-    for scheme, found in document["tokenizers"].items():
-        bench.row(f"{scheme}, tokens per word", "tokens/word", ours=found["all"]["tokens_per_word"])
+    for scheme, result in document["tokenizers"].items():
+        bench.row(f"{scheme}, tokens per word", "tokens/word", ours=result["all"]["tokens_per_word"])
     bench.finish()
 
 

@@ -65,9 +65,9 @@ def batches_of(
 ) -> Any:
     """A shipped sample as the loop would see it: the pool for language modelling, SciCite for labels."""
     source = source or ("sample:scicite/train" if "label" in task.columns() else "sample:pool")
-    found = [row for row, _ in zip(read_rows([source], required=task.columns()), range(limit), strict=False)]
+    results = [row for row, _ in zip(read_rows([source], required=task.columns()), range(limit), strict=False)]
     tokenizer = open_backbone(BACKBONE).tokenizer
-    examples = encode(found, task=task, tokenizer=tokenizer, max_length=length).examples
+    examples = encode(results, task=task, tokenizer=tokenizer, max_length=length).examples
     settings = {"batch_size": rows, "accumulate": accumulate, "seed": SEED, "max_length": length}
     return TrainingDataLoader(examples, task=task, pad_id=tokenizer.pad_token_id, **settings)
 
@@ -255,10 +255,10 @@ class Thousand:
         """Micro-batches of `rows` rows; whole: one step is all of them, each once."""
         settings: dict[str, Any] = {"seed": 0, "max_length": LENGTH, "pad_id": self.pad_id, "batch_size": rows}
         settings["task"] = replace(self.task, pack=packed)
-        made = TrainingDataLoader(self.examples, **settings)
+        result = TrainingDataLoader(self.examples, **settings)
         if not whole:
-            return made
-        count = len(made.epoch(0))
+            return result
+        count = len(result.epoch(0))
         if count % rows:
             raise ValueError(f"{count} rows do not divide into micro-batches of {rows}")
         return TrainingDataLoader(self.examples, accumulate=count // rows, **settings)
@@ -306,14 +306,14 @@ def read_thousand(files: Sequence[str]) -> Thousand:
         task = Completion(prompt="{text}\nintent:", completion=" {label}")
         print(f"no --data: {SHIPPED}, which ships")
     tokenizer = open_backbone(BACKBONE).tokenizer
-    found: list[Any] = []
+    results: list[Any] = []
     for row in read_rows(list(files) or [SHIPPED], required=task.columns()):
         encoded = encode([row], task=task, tokenizer=tokenizer, max_length=LENGTH)
         if not encoded.truncated:
-            found += encoded.examples
-        if len(found) == COUNT:
-            return Thousand(found, name, tokenizer.pad_token_id, task)
-    raise SystemExit(f"{name}: only {len(found)} fit {LENGTH} tokens")
+            results += encoded.examples
+        if len(results) == COUNT:
+            return Thousand(results, name, tokenizer.pad_token_id, task)
+    raise SystemExit(f"{name}: only {len(results)} fit {LENGTH} tokens")
 
 
 def moved_model() -> Any:

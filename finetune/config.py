@@ -367,6 +367,9 @@ class Mesh:
     """Context-parallel ranks: each holds 1/cp of every sequence's tokens and gathers keys and values in attention
     (sequences are padded to a multiple of 2·cp tokens). For sequences that do not fit on one device; dp communicates
     less if they do."""
+    ep: int = 1
+    """Expert-parallel ranks: of the dp ranks, as many share the experts of every block of a mixture of experts, send
+    each other the tokens that are routed there, and never gather the experts of others."""
     auto: bool = False
     """Choose the axes for the available devices and print why; axes that are set stay as they are."""
     zero: Literal[1, 2, 3] = 3
@@ -394,6 +397,7 @@ class Mesh:
 
     def __post_init__(self) -> None:
         check_bounds(self, replicate=(1, None), dp=(1, None), tp=(1, None), pp=(1, None), cp=(1, None))
+        check_bounds(self, ep=(1, None))
         check_bounds(self, virtual=(1, None), microbatches=(1, None), stall=(5, None))
 
     @property

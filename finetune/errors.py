@@ -135,7 +135,7 @@ and unpaired surrogates, which no terminal accepts."""
 def escape_control_characters(text: str) -> str:
     """Escape what would steer a terminal in `text` from a user's file, a name or a model, as in JSON (`\\u001b`), so
     that JSON stays equivalent."""
-    return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _UNSEEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 class EscapedStream:

@@ -64,21 +64,21 @@ def _ending(match: str) -> str:
 
 
 def _redact(address: str) -> str:
-    if (found := _USER.match(address)) is not None:
-        user = found["user"]
+    if (prefix := _USER.match(address)) is not None:
+        user = prefix["user"]
         if not address.lower().startswith(_NAMED_CONTAINER):
             user = "" if ":" in user or address[:4].lower() == "http" else user
         elif ":" in user:
             user = user.partition(":")[0] + "@"
-        address = found["scheme"] + user + address[found.end() :]
+        address = prefix["scheme"] + user + address[prefix.end() :]
     path, *rest = _SEPARATOR.split(address)
     marks, parts = rest[::2], rest[1::2]
     if not any(_is_secret(part.partition("=")[0]) for part in parts if "=" in part):
         return address
-    kept = [(mark, part) for mark, part in zip(marks, parts, strict=True) if not _goes_with_secret(part)]
-    if kept and marks[0] == "?" and kept[0][0] != "#":  # its first parameter may be gone
-        kept[0] = ("?", kept[0][1])
-    return path + "".join(mark + part for mark, part in kept)
+    harmless = [(mark, part) for mark, part in zip(marks, parts, strict=True) if not _goes_with_secret(part)]
+    if harmless and marks[0] == "?" and harmless[0][0] != "#":  # its first parameter may be gone
+        harmless[0] = ("?", harmless[0][1])
+    return path + "".join(mark + part for mark, part in harmless)
 
 
 def _is_secret(name: str) -> bool:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from flatshift.api import sweep as sweep
     from flatshift.api import train as train
     from flatshift.experiments.recipe.schema import Recipe as Recipe
-    from flatshift.experiments.report import build_report as build_report
+    from flatshift.experiments.report.page import build_report as build_report
     from flatshift.experiments.workflows.evaluate import evaluate_run as evaluate_run
     from flatshift.finetune.data.rows import read_rows as read_rows
     from flatshift.finetune.errors import UserError as UserError
@@ -40,7 +40,7 @@ _PUBLIC = {
     "SelectionError": "flatshift.selection.errors",
     **dict.fromkeys(_API, "flatshift.api"),
     "evaluate_run": "flatshift.experiments.workflows.evaluate",
-    "build_report": "flatshift.experiments.report",
+    "build_report": "flatshift.experiments.report.page",
     **dict.fromkeys(("sinkhorn_potentials", "GotDSelector", "TfIdfEmbedder", "Pool"), "flatshift.selection"),
     "GGPO": "flatshift.regularizers",
     "read_rows": "flatshift.finetune.data.rows",

@@ -36,7 +36,7 @@ Overrides = Mapping[str, Any]
 
 def draw_report(directory: Path, *parts: Path) -> Path:
     """Draw `plots/` and `report.html` of a finished directory, or one page from its `parts`; return the page's path."""
-    from flatshift.experiments.report import build_report
+    from flatshift.experiments.report.page import build_report
 
     return build_report(list(parts) or [directory], out=directory / "report.html", plots=not parts)
 
@@ -230,7 +230,7 @@ class Run:
 
     def report(self, out: str | Path | None = None) -> Path:
         """Draw the run's page again, by default its `report.html`."""
-        from flatshift.experiments.report import build_report
+        from flatshift.experiments.report.page import build_report
 
         return build_report([self.path], out=out or self.path / "report.html")
 

@@ -24,6 +24,7 @@ from flatshift import commands
 
 _RESUMABLE = {"demo", "select", "train", "sweep", "compare"}
 """Commands that resume from what an earlier attempt left in their directory."""
+_ON_RANKS = {"train", "eval", "select"}
 _INTERRUPTED = 3
 _INTERACTIVE = {"chat", "serve"}
 _PATH_ERRORS = {
@@ -195,6 +196,14 @@ def main() -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     _set_allocator()
+    if "SLURM_PROCID" in os.environ and {*sys.argv[1:2]} & _ON_RANKS:
+        from flatshift.finetune.errors import UserError
+        from flatshift.finetune.launch.job import slurm_rank_variables
+
+        try:
+            os.environ.update(slurm_rank_variables(os.environ))
+        except UserError as error:
+            raise SystemExit(_report_exit(f"error: {error}", 2)) from None
     if "RANK" not in os.environ:
         with _with_heartbeat(sys.argv[1:]):
             code = run(sys.argv[1:])

@@ -10,9 +10,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import itertools
+import json
 import math
 import os
 import re
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -20,7 +23,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import tyro
 
 from flatshift.experiments.recipe import from_override, refuse_contradictions
-from flatshift.experiments.recipe.schema import Recipe, find_keys_ending_with
+from flatshift.experiments.recipe.schema import Recipe, find_keys_ending_with, list_keys
 from flatshift.experiments.run.console import pause_heartbeat
 from flatshift.finetune.config import MAX_LENGTH
 from flatshift.finetune.errors import UserError, shorten
@@ -64,6 +67,9 @@ def parse_command(flags: type[FlagsT], name: str, argv: list[str]) -> tuple[Flag
 def split_overrides(argv: list[str], flags: type) -> tuple[list[str], list[Any]]:
     """Take recipe keys out of a command line: `--a.b value`, `--a.b=value`, and undotted recipe fields.
 
+    A key that takes a list takes several words (`--adapter.targets q_proj v_proj`); before the recipe is named, the
+    last of them is the recipe.
+
     Raises:
         UserError: a key without its value, two that contradict each other, or the last word of a key alone (`--steps`).
     """
@@ -83,8 +89,9 @@ def _split_recipe_keys(argv: list[str], flags: type) -> tuple[list[str], list[tu
     flag_names = {field.name for field in dataclasses.fields(flags)}
     words: list[str] = []
     settings = []
-    tokens = iter(argv)
-    for token in tokens:
+    tokens = deque(argv)
+    while tokens:
+        token = tokens.popleft()
         name, has_value, value = token.removeprefix("--").partition("=")
         key = name.replace("-", "_")
         is_flag = token.startswith("--") and key not in flag_names
@@ -96,12 +103,36 @@ def _split_recipe_keys(argv: list[str], flags: type) -> tuple[list[str], list[tu
             words.append(token)
             continue
         if not has_value:
-            try:
-                value = next(tokens)
-            except StopIteration:
-                raise UserError(f"--{name} needs a value") from None
+            if not tokens:
+                raise UserError(f"--{name} needs a value")
+            value = tokens.popleft()
+            if key in list_keys() and not value.startswith(("[", "-")):
+                more = list(itertools.takewhile(lambda word: not word.startswith("-"), tokens))
+                if not _names_positional(words, flags):
+                    more = more[:-1]
+                if more:
+                    value = f"[{', '.join(map(_list_item, (value, *more)))}]"
+                for _ in more:
+                    tokens.popleft()
         settings.append((key, f"--{name}", value))
     return words, settings
+
+
+def _names_positional(words: Sequence[str], flags: type) -> bool:
+    """Return True if a word of `words` is not the value of a flag."""
+    hints = get_type_hints(flags)
+    for before, word in itertools.pairwise(("", *words)):
+        takes_value = before.startswith("--") and "=" not in before
+        if takes_value and hints.get(before.removeprefix("--").replace("-", "_")) is bool:
+            takes_value = False
+        if not word.startswith("-") and not takes_value:
+            return True
+    return False
+
+
+def _list_item(word: str) -> str:
+    """Return `word` as an item of a YAML list."""
+    return word if re.fullmatch(r"[\w./+-]+", word) else json.dumps(word, ensure_ascii=False)
 
 
 def data_override(files: tuple[str, ...], overrides: Sequence[Any]) -> list[Any]:

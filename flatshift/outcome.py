@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatshift.finetune.errors import escape_control_characters
+from flatshift.finetune.errors import UserError, escape_control_characters, shorten
+from flatshift.finetune.evaluate.metrics import find_metric
 from flatshift.finetune.redaction import redact_urls
-from flatshift.finetune.tasks import KINDS
+from flatshift.finetune.tasks import KINDS, Task
 
 if TYPE_CHECKING:
     from flatshift.experiments.results.run import RunResults
     from flatshift.finetune.data.config import Columns
-    from flatshift.finetune.tasks import Task
 
 NEW_ROWS = "NEW_ROWS.jsonl"
 """Stands for rows of the user's, where a run has none but those that it was trained on."""
@@ -45,7 +45,6 @@ def print_training_outcome(path: Path) -> None:
     """
     from flatshift.experiments.report.formats import align_columns, number, with_interval
     from flatshift.experiments.results.run import headline_metric, read_run
-    from flatshift.finetune.evaluate.metrics import find_metric
 
     run, rows = read_run(path), []
     alone: dict[str, Any] = {f"{split}, backbone alone": evaluation.metrics for split, evaluation in run.cold.items()}
@@ -127,7 +126,6 @@ def print_prediction_outcome(path: Path, data: Sequence[str], overrides: Sequenc
 def _has_columns(data: Sequence[str], columns: Columns, task: Task) -> bool:
     """True if the first row has what a training by `task` reads, and no conversation without an answer."""
     from flatshift.finetune.data.rows import read_rows
-    from flatshift.finetune.errors import UserError
 
     try:
         rows = list(read_rows(data, columns=columns, required=task.columns(), first=1, label=task.read_label))
@@ -135,13 +133,6 @@ def _has_columns(data: Sequence[str], columns: Columns, task: Task) -> bool:
         return False
     turns = rows[0].values.get("messages") if rows else None
     return bool(rows) and not (isinstance(turns, list) and turns and turns[-1].get("role") in ("user", "system"))
-
-
-def print_next_commands(path: Path) -> None:
-    """Print only the next commands, after a command that already printed its metrics of the run in `path`."""
-    from flatshift.experiments.results.run import read_run
-
-    print_outcome("", commands_after_run(read_run(path)))
 
 
 def print_selection_outcome(path: Path, recipe: str | None, words: Sequence[str]) -> None:
@@ -152,7 +143,6 @@ def print_selection_outcome(path: Path, recipe: str | None, words: Sequence[str]
     """
     from flatshift.experiments.report.formats import align_columns, number
     from flatshift.experiments.results.run import read_run
-    from flatshift.finetune.errors import shorten
 
     rows, run = [], read_run(path)
     records = run.selection.top[:_MAX_RECORDS] if run.selection is not None else []

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from flatshift.regularizers.config import (
     ASAM,
@@ -41,13 +41,10 @@ from flatshift.regularizers.config import (
     RegularizerConfig,
     RegularizerError,
 )
+from flatshift.regularizers.mesh import Placement
 
 if TYPE_CHECKING:
-    from typing import Self
-
     from torch import Tensor, nn
-
-    from flatshift.regularizers.mesh import Placement
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,7 @@ def build_target(data: Path, target: SampleTarget, seed: int) -> dict[str, list[
         source_split = "train" if target.dev_from_train and split == "dev" else split
         candidates = [row for row in rows if row["split"] == source_split]
         order = numpy_generator(seed, "samples", target.name, split).permutation(len(candidates))
-        kept: list[dict[str, Any]] = []
+        chosen: list[dict[str, Any]] = []
         here: set[str] = set()
         for index in order:
             row = candidates[int(index)]
@@ -169,13 +169,13 @@ def build_target(data: Path, target: SampleTarget, seed: int) -> dict[str, list[
             if not key or key in taken or pair in here:
                 continue
             here.add(pair)
-            kept.append({name: row[name] for name in ("text", "text2", "label") if name in row})
-            if len(kept) == target.rows[split]:
+            chosen.append({name: row[name] for name in ("text", "text2", "label") if name in row})
+            if len(chosen) == target.rows[split]:
                 break
-        if len(kept) < target.rows[split]:
-            raise SystemExit(f"{target.file}: only {len(kept)} rows for {target.name}/{split}")
-        taken |= {normalize_text(row["text"]) for row in kept}
-        splits[split] = [{"id": f"{target.name}-{split}-{i:04d}", **row} for i, row in enumerate(kept)]
+        if len(chosen) < target.rows[split]:
+            raise SystemExit(f"{target.file}: only {len(chosen)} rows for {target.name}/{split}")
+        taken |= {normalize_text(row["text"]) for row in chosen}
+        splits[split] = [{"id": f"{target.name}-{split}-{i:04d}", **row} for i, row in enumerate(chosen)]
     return splits
 
 
@@ -234,7 +234,7 @@ def build_chat(data: Path, seed: int) -> dict[str, list[dict[str, Any]]]:
     for split, count in reversed(CHAT_ROWS.items()):
         candidates = [row for row in rows if row["split"] == ("train" if split == "dev" else split)]
         order = numpy_generator(seed, "samples", "gsm8k", split).permutation(len(candidates))
-        kept: list[dict[str, Any]] = []
+        chosen: list[dict[str, Any]] = []
         for index in order:
             row = candidates[int(index)]
             solution, _, number = re.sub(r"<<[^>]*>>", "", row["answer"]).partition("\n#### ")
@@ -244,10 +244,10 @@ def build_chat(data: Path, seed: int) -> dict[str, list[dict[str, Any]]]:
             turns = (row["question"], solution, CHAT_SECOND_QUESTION, number.replace(",", ""))
             roles = ("user", "assistant", "user", "assistant")
             messages = [{"role": role, "content": turn.strip()} for role, turn in zip(roles, turns, strict=True)]
-            kept.append({"id": f"gsm8k-{split}-{len(kept):04d}", "messages": messages})
-            if len(kept) == count:
+            chosen.append({"id": f"gsm8k-{split}-{len(chosen):04d}", "messages": messages})
+            if len(chosen) == count:
                 break
-        splits[split] = kept
+        splits[split] = chosen
     return splits
 
 
@@ -256,12 +256,12 @@ def build_pairs(data: Path, seed: int) -> dict[str, list[dict[str, Any]]]:
 
     The first statement of each kind in the source's order. No premise occurs in two splits.
     """
-    said: dict[str, dict[str, str]] = defaultdict(dict)
+    lines: dict[str, dict[str, str]] = defaultdict(dict)
     for row in read_jsonl(data / "tasks" / "snli_official_dev_resplit.jsonl.xz"):
-        said[row["text"].strip()].setdefault(row["label"], row["text2"].strip())
+        lines[row["text"].strip()].setdefault(row["label"], row["text2"].strip())
     pairs = [
         {"prompt": premise, "chosen": statements["entailment"], "rejected": statements["contradiction"]}
-        for premise, statements in said.items()
+        for premise, statements in lines.items()
         if {"entailment", "contradiction"} <= statements.keys()
     ]
     order = iter(numpy_generator(seed, "samples", "statements").permutation(len(pairs)).tolist())
@@ -274,8 +274,8 @@ def build_pairs(data: Path, seed: int) -> dict[str, list[dict[str, Any]]]:
 def build_languages(data: Path) -> list[dict[str, Any]]:
     """Return the first sentences of NTREX-128 in 35 languages: the same ones in each."""
     rows = read_jsonl(data / "multilingual" / "ntrex128_35lang.jsonl.xz")
-    kept = [row for row in rows if row["id"] < SENTENCES]
-    return [{"lang": row["lang"], "sentence": row["id"], "text": row["text"]} for row in kept]
+    chosen = [row for row in rows if row["id"] < SENTENCES]
+    return [{"lang": row["lang"], "sentence": row["id"], "text": row["text"]} for row in chosen]
 
 
 def main() -> None:

@@ -107,9 +107,9 @@ class TargetMachine:
 
     def wanted(self, lines: Iterable[str], extras: Iterable[str] = ()) -> list[Requirement]:
         """Return the requirements whose markers hold on the machine."""
-        found = [Requirement(line) for line in lines]
+        results = [Requirement(line) for line in lines]
         asked = [{**self.environment, "extra": extra} for extra in ("", *extras)]
-        return [r for r in found if r.marker is None or any(r.marker.evaluate(e) for e in asked)]
+        return [r for r in results if r.marker is None or any(r.marker.evaluate(e) for e in asked)]
 
     def options(self) -> list[str]:
         """Return pip's options for the machine."""
@@ -196,13 +196,13 @@ def write_scripts(out: Path) -> None:
 
 def dependency_closure(names: Iterable[str]) -> frozenset[str]:
     """Return these distributions and their transitive requirements, as far as they are installed on this machine."""
-    found: set[str] = set()
+    results: set[str] = set()
     todo = [canonicalize_name(name) for name in names]
     while todo:
         name = todo.pop()
-        if name in found:
+        if name in results:
             continue
-        found.add(name)
+        results.add(name)
         try:
             lines = importlib.metadata.requires(name) or []
         except importlib.metadata.PackageNotFoundError:
@@ -210,14 +210,14 @@ def dependency_closure(names: Iterable[str]) -> frozenset[str]:
         asked = [Requirement(line) for line in lines]
         environment = {**default_environment(), "extra": ""}
         todo += [canonicalize_name(r.name) for r in asked if r.marker is None or r.marker.evaluate(environment)]
-    return frozenset(found)
+    return frozenset(results)
 
 
 def extra_requirement(name: str) -> Requirement:
     """Return the requirement of that name from our extras; without a version range if none has it."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    found = [Requirement(line) for lines in extras.values() for line in lines]
-    same = [r for r in found if canonicalize_name(r.name) == canonicalize_name(name)]
+    results = [Requirement(line) for lines in extras.values() for line in lines]
+    same = [r for r in results if canonicalize_name(r.name) == canonicalize_name(name)]
     if not same:
         return Requirement(name)
     return Requirement(f"{name}{same[0].specifier}")
@@ -261,14 +261,14 @@ def download_wheel(target: TargetMachine, requirement: str, into: Path) -> Path:
         done = subprocess.run(
             [*pip, *target.options(), "--dest", scratch, requirement], stderr=subprocess.PIPE, text=True
         )
-        found = list(Path(scratch).glob("*.whl"))
-        if done.returncode or len(found) != 1:
+        results = list(Path(scratch).glob("*.whl"))
+        if done.returncode or len(results) != 1:
             why = (done.stderr.strip().splitlines() or ["pip fetched none"])[-1]
             raise SystemExit(
                 f"no wheel of {requirement} for Python {target.python} on {target.machine}; if it has it, name "
                 f"it behind --there ({why})"
             )
-        return Path(shutil.move(found[0], into / found[0].name))
+        return Path(shutil.move(results[0], into / results[0].name))
 
 
 def build_own_wheel(folder: Path) -> Path:

@@ -42,17 +42,19 @@ def main(site: Path) -> int:
 
 def check_interpreter(about: Mapping[str, str]) -> list[str]:
     """Return the reasons for which the wheels do not fit this Python or machine."""
-    found = []
+    results = []
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
     if version != about["python"]:
-        found.append(f"Python {about['python']}: {sys.executable} is {version}; set PYTHON, or make the bundle for it")
+        results.append(
+            f"Python {about['python']}: {sys.executable} is {version}; set PYTHON, or make the bundle for it"
+        )
     if about["machine"] and (sys.platform, platform.machine()) != ("linux", about["machine"]):
-        found.append(f"Linux on {about['machine']}: this is {sys.platform} on {platform.machine()}")
+        results.append(f"Linux on {about['machine']}: this is {sys.platform} on {platform.machine()}")
     try:
         import pip  # noqa: F401
     except ImportError:
-        found.append(f"pip: {sys.executable} does not have it")
-    return found
+        results.append(f"pip: {sys.executable} does not have it")
+    return results
 
 
 def unmet_requirements(needs: Mapping[str, str]) -> list[str]:
@@ -66,16 +68,16 @@ def unmet_requirements(needs: Mapping[str, str]) -> list[str]:
             from pip._vendor.packaging.specifiers import SpecifierSet  # type: ignore[assignment]
         except ImportError:
             return [f"packaging: {sys.executable} does not have it"]
-    found = []
+    results = []
     for name, wanted in needs.items():
         try:
             there = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found.append(f"{name} {wanted}".rstrip() + ": not there")
+            results.append(f"{name} {wanted}".rstrip() + ": not there")
             continue
         if not SpecifierSet(wanted).contains(there, prereleases=True):
-            found.append(f"{name} {wanted}: {there} is there")
-    return found
+            results.append(f"{name} {wanted}: {there} is there")
+    return results
 
 
 def install_wheels(wheels: list[Path], site: Path) -> None:
@@ -85,16 +87,16 @@ def install_wheels(wheels: list[Path], site: Path) -> None:
         digest.update(wheel.read_bytes())
     if (site / STAMP).is_file() and (site / STAMP).read_text() == digest.hexdigest():
         return
-    made = site.with_name(f"{site.name}.{os.getpid()}")
+    result = site.with_name(f"{site.name}.{os.getpid()}")
     options = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--quiet", "--disable-pip-version-check"]
-    pip = [sys.executable, "-m", "pip", "--isolated", "install", *options, "--target", str(made)]
+    pip = [sys.executable, "-m", "pip", "--isolated", "install", *options, "--target", str(result)]
     try:
         subprocess.run([*pip, *map(str, wheels)], check=True, env={**os.environ, "PIP_CONFIG_FILE": os.devnull})
-        (made / STAMP).write_text(digest.hexdigest())
+        (result / STAMP).write_text(digest.hexdigest())
         shutil.rmtree(site, ignore_errors=True)
-        made.rename(site)
+        result.rename(site)
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(result, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -21,18 +21,20 @@ _LINK = re.compile(r"(?:\[(?P<title>[^][]*))?\]\((?P<target>[^)#\s:]+)(?P<anchor
 def read_sections() -> dict[str, list[list[tuple[str, str]]]]:
     """Return heading of docs/index.md → the rows of its table, each a list of (title, page); a page is a path from
     docs/."""
-    found: dict[str, list[list[tuple[str, str]]]] = {}
+    results: dict[str, list[list[tuple[str, str]]]] = {}
     for line in (DOCS / "index.md").read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
-            found[line[3:]] = []
-        elif found and line.startswith("| ") and "](" in line:
-            found[next(reversed(found))].append([(match["title"], match["target"]) for match in _LINK.finditer(line)])
-    return found
+            results[line[3:]] = []
+        elif results and line.startswith("| ") and "](" in line:
+            results[next(reversed(results))].append(
+                [(match["title"], match["target"]) for match in _LINK.finditer(line)]
+            )
+    return results
 
 
 def find_linked_files() -> dict[str, Path]:
     """Return the files outside docs/ that its pages or one another link to: path in the site → file."""
-    found: dict[str, Path] = {}
+    results: dict[str, Path] = {}
     queue = sorted(DOCS.rglob("*.md"))
     while queue:
         page = queue.pop()
@@ -40,10 +42,10 @@ def find_linked_files() -> dict[str, Path]:
             target = (page.parent / match["target"]).resolve()
             if target.is_file() and not target.is_relative_to(DOCS) and target.is_relative_to(ROOT):
                 name = _site_path(target)
-                if name not in found:
-                    found[name] = target
+                if name not in results:
+                    results[name] = target
                     queue += [target] if target.suffix == ".md" else []
-    return found
+    return results
 
 
 def _site_path(path: Path) -> str:

@@ -26,8 +26,8 @@ _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 def read_headings(page: Path) -> list[str]:
     """Return the titles of a page's sections, in order."""
-    found = re.findall(r"<h3[^>]*>(.*?)</h3>", page.read_text(encoding="utf-8"), flags=re.S)
-    return [" ".join(html.unescape(re.sub(r"<[^>]+>", "", text)).split()) for text in found]
+    matches = re.findall(r"<h3[^>]*>(.*?)</h3>", page.read_text(encoding="utf-8"), flags=re.S)
+    return [" ".join(html.unescape(re.sub(r"<[^>]+>", "", text)).split()) for text in matches]
 
 
 def save_screenshot(page: Path, picture: Path, width: int, height: int) -> None:

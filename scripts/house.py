@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("flatshift", "experiments", "finetune", "selection", "regularizers")
 
 # Ceilings of --check. Lower one when the tree is below it; raise one only with its reason in CHANGELOG.md.
-MAX_LINES = 81_000
+MAX_LINES = 82_300
 MAX_MODULES = 395
 MAX_MEMBERS = 45
 """Names that a class body defines, without inherited ones."""
@@ -33,12 +33,12 @@ REPEATED_CLASSES = frozenset({"Flags", "Handler"})
 
 def product_modules(root: Path = ROOT) -> dict[str, Path]:
     """Return every product module by its dotted name inside `flatshift`; a package is its `__init__`."""
-    found = {}
+    results = {}
     for room in ROOMS:
         for file in sorted((root / room).rglob("*.py")):
             parts = ("flatshift", *file.relative_to(root).with_suffix("").parts)[room == "flatshift" :]
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
-    return found
+            results[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return results
 
 
 @cache
@@ -78,10 +78,10 @@ def import_graph(known: dict[str, Path]) -> dict[str, set[str]]:
             module = exported[module][what]
         return module if module in known else None
 
-    found: dict[str, set[str]] = {}
+    results: dict[str, set[str]] = {}
     for name, file in known.items():
-        found[name] = {h for module, what in _imported_names(name, file) if (h := home(module, what)) and h != name}
-    return found
+        results[name] = {h for module, what in _imported_names(name, file) if (h := home(module, what)) and h != name}
+    return results
 
 
 def import_cycles(graph: dict[str, set[str]]) -> list[list[str]]:
@@ -89,7 +89,7 @@ def import_cycles(graph: dict[str, set[str]]) -> list[list[str]]:
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
-    found: list[list[str]] = []
+    results: list[list[str]] = []
 
     def visit(start: str) -> None:
         work = [(start, iter(sorted(graph[start])))]
@@ -114,12 +114,12 @@ def import_cycles(graph: dict[str, set[str]]) -> list[list[str]]:
                     while not part or part[-1] != node:
                         part.append(stack.pop())
                     if len(part) > 1:
-                        found.append(sorted(part))
+                        results.append(sorted(part))
 
     for name in graph:
         if name not in index:
             visit(name)
-    return sorted(found, key=len, reverse=True)
+    return sorted(results, key=len, reverse=True)
 
 
 def count_lines(file: Path) -> int:

@@ -16,8 +16,8 @@ def lowest_constraints(extras: tuple[str, ...] = ()) -> list[str]:
     """Return `name==version` for every dependency with a lower bound, of the core and of `extras`."""
     project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
     lines = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
-    found = (re.match(r"([A-Za-z0-9._-]+)(?:\[.*\])?>=([0-9][^,;\s]*)", line) for line in lines)
-    return [f"{match[1]}=={match[2]}" for match in found if match is not None]
+    hit = (re.match(r"([A-Za-z0-9._-]+)(?:\[.*\])?>=([0-9][^,;\s]*)", line) for line in lines)
+    return [f"{match[1]}=={match[2]}" for match in hit if match is not None]
 
 
 if __name__ == "__main__":

@@ -47,14 +47,14 @@ def pip_settings() -> dict[str, str]:
         capture_output=True,
         text=True,
     )
-    found: dict[tuple[str, str], str] = {}
+    results: dict[tuple[str, str], str] = {}
     for line in done.stdout.splitlines():
         key, sign, value = line.partition("=")
         section, _, option = key.rpartition(".")
         if sign and section in ("global", "install", ":env:"):
-            found[section, option] = str(ast.literal_eval(value))
+            results[section, option] = str(ast.literal_eval(value))
     wanted = ("index-url", "extra-index-url", "no-index", "proxy")
-    return {o: found[s, o] for s in ("global", "install", ":env:") for o in wanted if found.get((s, o))}
+    return {o: results[s, o] for s in ("global", "install", ":env:") for o in wanted if results.get((s, o))}
 
 
 def reachable_index_lines(settings: Mapping[str, str]) -> list[str]:

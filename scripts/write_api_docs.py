@@ -25,13 +25,13 @@ torch; a name is loaded when it is first used.
 
 def format_signature(name: str, value: Any) -> str:
     """Return `name(argument: type = default, …)`, on several lines if it is long."""
-    found = inspect.signature(value)
-    kept = [one for one in found.parameters.values() if one.name not in ("self", "cls")]
-    parts = [format_parameter(one) for one in kept]
-    star = next((i for i, one in enumerate(kept) if one.kind is one.KEYWORD_ONLY), None)
+    result = inspect.signature(value)
+    listed = [one for one in result.parameters.values() if one.name not in ("self", "cls")]
+    parts = [format_parameter(one) for one in listed]
+    star = next((i for i, one in enumerate(listed) if one.kind is one.KEYWORD_ONLY), None)
     if star is not None:
         parts.insert(star, "*")
-    returns = found.return_annotation
+    returns = result.return_annotation
     arrow = "" if returns in (inspect.Signature.empty, None, "None") or inspect.isclass(value) else f" -> {returns}"
     flat = f"{name}({', '.join(parts)}){arrow}"
     return flat if len(flat) <= 110 else f"{name}(\n" + "".join(f"    {part},\n" for part in parts) + f"){arrow}"
@@ -48,9 +48,9 @@ def format_parameter(one: inspect.Parameter) -> str:
 
 def docstring_markdown(value: Any) -> str:
     """Return a docstring as Markdown; its indented parts become code blocks."""
-    said = inspect.cleandoc(value.__doc__ or "")
+    output = inspect.cleandoc(value.__doc__ or "")
     return re.sub(
-        r"(?:^    .*\n?)+", lambda m: f"```python\n{textwrap.dedent(m.group()).strip()}\n```\n", said, flags=re.M
+        r"(?:^    .*\n?)+", lambda m: f"```python\n{textwrap.dedent(m.group()).strip()}\n```\n", output, flags=re.M
     ).strip()
 
 

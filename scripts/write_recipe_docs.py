@@ -30,7 +30,7 @@ A recipe is YAML 1.2 that fills the settings below; what it leaves out keeps its
 text. An unknown key is an error with file:line and the nearest name.
 
 - Order: defaults < `extends:` < the file < the command line.
-- Every key is a flag: `--train.steps 400`, `--adapter.targets '[q_proj, v_proj]'`; `-` and `_` are equal.
+- Every key is a flag: `--train.steps 400`, `--adapter.targets q_proj v_proj`; `-` and `_` are equal.
 - A component with kinds is chosen by `kind:`; `regularizer: ggpo` is short for `regularizer: {{kind: ggpo}}`.
 - Relative paths are relative to where the command runs. `sample:NAME` is a file that ships with Flatshift.
 - `recipe.resolved.yaml` in the run directory is the resolved recipe, with the place each value came from.
@@ -45,10 +45,10 @@ def field_docs(cls: type) -> dict[str, str]:
         (tree,) = ast.parse(inspect.cleandoc(inspect.getsource(base))).body
         assert isinstance(tree, ast.ClassDef)
         for here, after in zip(tree.body, tree.body[1:], strict=False):
-            said = after.value if isinstance(after, ast.Expr) else None
-            if isinstance(here, ast.AnnAssign) and isinstance(said, ast.Constant):
+            output = after.value if isinstance(after, ast.Expr) else None
+            if isinstance(here, ast.AnnAssign) and isinstance(output, ast.Constant):
                 assert isinstance(here.target, ast.Name)
-                docs[here.target.id] = " ".join(str(said.value).split())
+                docs[here.target.id] = " ".join(str(output.value).split())
     return docs
 
 

@@ -15,7 +15,7 @@ from flatshift.experiments.recipe.rules import CELL_RULES, SPLIT_RULES
 from flatshift.experiments.recipe.rules import RULES as RECIPE_RULES
 from flatshift.finetune.config import Adapter, Mesh, Train
 from flatshift.finetune.parallel.pipeline import bubble_fraction, schedule_descriptions
-from flatshift.finetune.parallel.pipeline.pipeline_plan import virtual_stages
+from flatshift.finetune.parallel.pipeline_plan import virtual_stages
 from flatshift.finetune.planner.rules import RULES, RuleSettings, broken_rule
 from flatshift.finetune.tasks import Chat, Classify, Completion, LanguageModel, MaskedLM, Preference, Regress, Seq2Seq
 from flatshift.regularizers.config import GGPO, SAM, Plain, RegularizerConfig
@@ -50,7 +50,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "`train.tf32` (CUDA)": ({"tf32": True, "precision": "fp32", "device": "cuda"}, {}),
     "`train.backbone_precision: bf16`": ({"backbone_precision": "bf16", "precision": "fp32"}, {}),
     "`train.adapter_precision: bf16`": ({"adapter_precision": "bf16", "precision": "bf16"}, {}),
-    "`train.quantization: nf4`, `nf4-double`": ({"quantization": "nf4"}, {}),
+    "`train.quantization: nf4`": ({"quantization": "nf4"}, {}),
+    "`train.quantization: nf4-double`": ({"quantization": "nf4-double"}, {}),
     "`train.quantization: int8`": ({"quantization": "int8"}, {}),
     "`train.checkpointing: selective`": ({"checkpointing": "selective"}, {}),
     "`train.checkpointing: full`": ({"checkpointing": "full"}, {}),
@@ -108,17 +109,18 @@ def setting_table() -> list[str]:
 
 def model_type_table() -> list[str]:
     """Return the table of model type × axis: the largest difference of a loss from one process, over all variants."""
-    axes = ("tp", "sequence_parallel", "pp", "cp")
+    axes = ("tp", "sequence_parallel", "pp", "cp", "ep")
     table = [f"| model type | {' | '.join(f'`mesh.{axis}`' for axis in axes)} |", f"|---|{'---|' * len(axes)}"]
     cells: dict[str, dict[str, float | None]] = {}
     for row in json.loads(CELLS.read_text(encoding="utf-8"))["rows"]:
         for model, cell in row.get("cells", {}).items():
-            found = cells.setdefault(model.partition(",")[0], {})
-            worst = found.get(row["axis"], 0.0)
+            result = cells.setdefault(model.partition(",")[0], {})
+            worst = result.get(row["axis"], 0.0)
             missed = worst is None or not isinstance(cell, float) or cell > row["bar_value"]
-            found[row["axis"]] = None if missed else max(cell, worst)
-    for kind, found in sorted(cells.items()):
-        marks = ("no" if (value := found[axis]) is None else f"{value:.0e}" if value else "0" for axis in axes)
+            result[row["axis"]] = None if missed else max(cell, worst)
+    for kind, result in sorted(cells.items()):
+        losses = (result.get(axis, -1.0) for axis in axes)
+        marks = ("no" if loss is None else "–" if loss < 0 else f"{loss:.0e}" if loss else "0" for loss in losses)
         table.append(f"| {kind} | {' | '.join(marks)} |")
     return table
 
@@ -149,18 +151,21 @@ def render_page() -> str:
         *setting_table(),
         "\n## Model types\n",
         "`mesh.replicate` and `mesh.dp` take every model that one process takes, unless its files are quantised",
-        "(`train.quantization` quantises float files as they are read) or a rank cannot draw its part of the dropout",
-        "masks (experts of Switch Transformers). The other axes take the plans that",
+        "in a format that is not [read as floats](quantised.md#files-that-are-quantised), or a rank cannot draw its",
+        "part of the dropout masks (experts of Switch Transformers). The other axes take the plans that",
         "transformers has for a model type (`base_model_tp_plan`, `base_model_pp_plan`), or an entry of",
         "`finetune/models/families.py`. These were trained with dropout on two processes and compared with one, some",
         "also with one key-value head and with widths that two does not divide: the largest difference of a loss in 16",
         "updates, in nats. A model type that is not here is compared before its first step, by a small copy",
-        "([which mesh](which-mesh.md#what-limits-an-axis)), and refused with the figures if it differs.\n",
+        "([which mesh](which-mesh.md#what-limits-an-axis)), and refused with the figures if it differs; `mesh.ep`",
+        "takes all for which transformers has an expert-parallel plan.\n",
         *model_type_table(),
-        "\nA vocabulary, a feed-forward width and key-value heads of any number are divided. Mixtures of experts are",
-        "cut by `mesh.pp`, not by `mesh.tp`. Refused on the model's skeleton, before a weight is read: attention heads",
-        "that `mesh.tp` does not divide; adapters on an embedding or head under `mesh.tp`; more stages than blocks; a",
-        "trained matrix that embedding and head share under `mesh.pp`; quantised weight files.",
+        "\nA vocabulary, a feed-forward width and key-value heads of any number are divided. In the cells of mixtures",
+        "of experts every expert has an adapter; routers, and attention that has no plan, are whole on every rank of",
+        "`mesh.tp`. Refused on the model's skeleton, before a weight is read: attention heads that `mesh.tp` does not",
+        "divide; adapters on an embedding or head under `mesh.tp`; more stages than blocks; a trained matrix that",
+        "embedding and head share under `mesh.pp`; experts that `mesh.ep` does not divide; weight files quantised in",
+        "another format than fp8, mxfp4, gptq and awq.",
         "\n## Schedules\n",
         *schedule_table(),
         "\n## What else does not go together\n",

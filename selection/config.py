@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.features.matrix import PrecomputedFeatures
@@ -23,12 +23,9 @@ from flatshift.selection.methods.gotd import GotD, GotDContrast
 from flatshift.selection.methods.knn import KNN, RoundRobin
 from flatshift.selection.methods.less import Less
 from flatshift.selection.methods.moore_lewis import MooreLewis
-from flatshift.selection.methods.perplexity import LossGap, Perplexity
+from flatshift.selection.methods.perplexity import LossGap, Measure, Perplexity
 from flatshift.selection.methods.tsds import TSDS
 from flatshift.selection.validation import Settings, bounded
-
-if TYPE_CHECKING:
-    from flatshift.selection.methods.perplexity import Measure
 
 Inner = (
     Cynical

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import numpy as np
 
 

@@ -106,12 +106,12 @@ def random_features_curve(
             y = x @ direction + np.sqrt(noise) * generator.standard_normal(count)
             sets.append((np.maximum(x @ projections, 0.0) * np.sqrt(2.0), y))
         for j, p in enumerate(features):
-            fitted, choosing, judged = [(z[:, :p] / np.sqrt(p), y) for z, y in sets]
+            fitted, choosing, evaluation = [(z[:, :p] / np.sqrt(p), y) for z, y in sets]
             strength = VANISHING
             if ridge == "tuned":
                 tried = ridge_fits(*fitted, *choosing, _RIDGES.tolist())
                 strength = float(_RIDGES[np.argmin([fit.test for fit in tried])])
-            fit = ridge_fit(*fitted, *judged, strength)
+            fit = ridge_fit(*fitted, *evaluation, strength)
             test[s, j], train[s, j] = np.log10(fit.test), fit.train
     return Curve(
         axis="features",

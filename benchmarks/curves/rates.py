@@ -42,11 +42,11 @@ def rejections(
     flat = null_distribution(pairs.seeds, curves.shape[-1], draws, seed)
     first = min(_SCREEN, draws)
     margin = _CLEAR * math.sqrt(level * (1 - level) / first)
-    found = np.zeros(len(curves), dtype=bool)
+    result = np.zeros(len(curves), dtype=bool)
     for n in np.flatnonzero(statistics > 0):
         share = float((flat.extremes(variances[n], first, least)[0] >= statistics[n]).mean())
         if abs(share - level) > margin:
-            found[n] = share < level
+            result[n] = share < level
         else:
-            found[n] = statistics[n] > critical_value(flat.extremes(variances[n], minimum=least)[0], level)
-    return found
+            result[n] = statistics[n] > critical_value(flat.extremes(variances[n], minimum=least)[0], level)
+    return result

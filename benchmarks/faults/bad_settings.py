@@ -57,8 +57,8 @@ def settings() -> list[Setting]:
     """All that take a number or a text."""
     from flatshift.experiments.recipe.schema import Recipe
 
-    found = dict.fromkeys(_below(Recipe, "", ()))
-    return [one for one in found if not one.key.startswith(("comparison", "extends"))]
+    results = dict.fromkeys(_below(Recipe, "", ()))
+    return [one for one in results if not one.key.startswith(("comparison", "extends"))]
 
 
 def _below(cls: type, path: str, kinds: tuple[tuple[str, str], ...]) -> Iterator[Setting]:
@@ -93,8 +93,8 @@ def numbers_of_commands() -> Iterator[tuple[str, str, type]]:
         flags = importlib.import_module(f"flatshift.commands.{name}").Flags
         hints = typing.get_type_hints(flags)
         for field in dataclasses.fields(flags):
-            if found := _scalars(hints[field.name]) & {int, float}:
-                yield name, f"--{field.name.replace('_', '-')}", found.pop()
+            if result := _scalars(hints[field.name]) & {int, float}:
+                yield name, f"--{field.name.replace('_', '-')}", result.pop()
 
 
 def bad_settings(root: Path) -> list[BadInput]:

@@ -58,42 +58,42 @@ class Strike:
 def undisturbed(scenario: str, inputs: str, disk: str, log: str | None = None) -> dict[str, str]:
     """Digests of what a command leaves that nothing happens to, on the new directory `disk`; its durable calls are
     recorded in `log`."""
-    place, control, said = _on_disk(disk)
+    place, control, output = _on_disk(disk)
     argv = SCENARIOS[scenario].command(Path(inputs), place / "out")
     record = None if log is None else Path(log)
-    if code := run_forked(argv, said, lambda: durable.struck(control, place, log=record), place):
-        raise RuntimeError(f"{scenario} ends with {code}: {said.read_text()[-2000:]}")
+    if code := run_forked(argv, output, lambda: durable.struck(control, place, log=record), place):
+        raise RuntimeError(f"{scenario} ends with {code}: {output.read_text()[-2000:]}")
     return SCENARIOS[scenario].result(place / "out")
 
 
 def strike(scenario: str, inputs: str, disk: str, wanted: dict[str, str], mode: str, target: int) -> dict[str, Any]:
     """Strike one call of a command, go on as its user would, and compare."""
-    found = Strike(scenario, mode, target)
-    place, control, said = _on_disk(disk)
+    result = Strike(scenario, mode, target)
+    place, control, output = _on_disk(disk)
     argv = SCENARIOS[scenario].command(Path(inputs), place / "out")
     try:
         around = lambda: durable.struck(control, place, mode=durable.MODES[mode], target=target)  # noqa: E731
-        found.exits.append(run_forked(argv, said, around, place))
-        found.hit = durable.block(control).hit >= 0
-        _check_ending(found, said)
-        _go_on(SCENARIOS[scenario], Path(inputs), place, wanted, found)
+        result.exits.append(run_forked(argv, output, around, place))
+        result.hit = durable.block(control).hit >= 0
+        _check_ending(result, output)
+        _go_on(SCENARIOS[scenario], Path(inputs), place, wanted, result)
     except TimeoutError as error:
-        found.wrong.append("stuck")
-        found.said.append(str(error))
-    if not found.wrong:
+        result.wrong.append("stuck")
+        result.said.append(str(error))
+    if not result.wrong:
         remove_disk(place)
-    return asdict(found)
+    return asdict(result)
 
 
 def go_on(scenario: str, inputs: str, disk: str, wanted: dict[str, str]) -> dict[str, Any]:
     """Go on with a disk as something left it."""
-    found = Strike(scenario, "power cut", -1, hit=True)
+    result = Strike(scenario, "power cut", -1, hit=True)
     try:
-        _go_on(SCENARIOS[scenario], Path(inputs), Path(disk), wanted, found)
+        _go_on(SCENARIOS[scenario], Path(inputs), Path(disk), wanted, result)
     except TimeoutError as error:
-        found.wrong.append("stuck")
-        found.said.append(str(error))
-    return asdict(found)
+        result.wrong.append("stuck")
+        result.said.append(str(error))
+    return asdict(result)
 
 
 def _on_disk(disk: str) -> tuple[Path, Path, Path]:
@@ -103,35 +103,35 @@ def _on_disk(disk: str) -> tuple[Path, Path, Path]:
     return place, place.with_suffix(".control"), place.with_suffix(".said")
 
 
-def _check_ending(found: Strike, said: Path) -> bool:
+def _check_ending(result: Strike, said: Path) -> bool:
     """A command that was not killed says what happened, and not by a traceback."""
     text = said.read_text(errors="replace") if said.is_file() else ""
-    found.said.append(text.strip().splitlines()[-1] if text.strip() else "")
-    if found.exits[-1] != BUG and "Traceback" not in text:
+    result.said.append(text.strip().splitlines()[-1] if text.strip() else "")
+    if result.exits[-1] != BUG and "Traceback" not in text:
         return True
-    found.wrong.append("traceback")
-    found.said[-1] = text[-1500:]
+    result.wrong.append("traceback")
+    result.said[-1] = text[-1500:]
     return False
 
 
-def _go_on(scenario: Scenario, inputs: Path, disk: Path, wanted: dict[str, str], found: Strike) -> None:
+def _go_on(scenario: Scenario, inputs: Path, disk: Path, wanted: dict[str, str], outcome: Strike) -> None:
     """Do what the user of a disturbed command does, and compare what is there at the end."""
     out = disk / "out"
     again = scenario.again or scenario.command
     for turn in range(TRIES):
         if turn and differing(scenario.result(out), wanted) == []:
             break  # it was whole: asked once more, a finished directory may be refused
-        said = disk.with_suffix(f".said{turn}")
-        found.exits.append(run_forked(again(inputs, out), said, contextlib.nullcontext, disk))
-        if not _check_ending(found, said):
+        log = disk.with_suffix(f".said{turn}")
+        outcome.exits.append(run_forked(again(inputs, out), log, contextlib.nullcontext, disk))
+        if not _check_ending(outcome, log):
             return
     if different := differing(scenario.result(out), wanted):
         missing = [name for name in different if "missing" in scenario.result(out).get(name, "missing")]
-        found.wrong.append("lost" if missing else "other bits")
-        found.said.append(", ".join(different[:6]))
+        outcome.wrong.append("lost" if missing else "other bits")
+        outcome.said.append(", ".join(different[:6]))
     if left := [str(path.relative_to(disk)) for path in disk.rglob(".*.tmp")]:
-        found.wrong.append("left over")
-        found.said.append(", ".join(left[:6]))
+        outcome.wrong.append("left over")
+        outcome.said.append(", ".join(left[:6]))
 
 
 def remove_disk(disk: Path) -> None:
@@ -203,15 +203,15 @@ class Campaign:
 
     def each(self, tries: Sequence[Any], one: Callable[[Any], Strike]) -> list[Strike]:
         """`one` of each try, on all servers; what was not survived is printed."""
-        found = []
+        results = []
         with ThreadPoolExecutor(len(self.servers)) as pool:
             for number, strike in enumerate(pool.map(one, tries), start=1):
-                found.append(strike)
+                results.append(strike)
                 if strike.wrong:
                     print(f"! {json.dumps(asdict(strike), ensure_ascii=False)}", flush=True)
                 elif number % 50 == 0:
                     print(f"  {number:,} of {len(tries):,}", flush=True)
-        return found
+        return results
 
 
 def faults_of(campaign: Campaign, names: Sequence[str], *, most: int, seed: int) -> list[tuple[str, str, int]]:
@@ -236,14 +236,14 @@ def faults_of(campaign: Campaign, names: Sequence[str], *, most: int, seed: int)
 
 
 def add_row(
-    bench: Benchmark, what: str, found: Sequence[Strike] | None, *, unit: str, reason: str | None = None
+    bench: Benchmark, what: str, results: Sequence[Strike] | None, *, unit: str, reason: str | None = None
 ) -> None:
     """How many of `found` were not survived, and how; none may be. reason: why nothing was tried (`found` None)."""
-    wrong = Counter(each for strike in found or () for each in strike.wrong)
+    wrong = Counter(each for strike in results or () for each in strike.wrong)
     words = ", ".join(f"{count} {each}" for each, count in wrong.items())
     bench.row(
         what + (f" ({words})" if words else ""),
-        ours=None if found is None else sum(bool(strike.wrong) for strike in found),
+        ours=None if results is None else sum(bool(strike.wrong) for strike in results),
         unit=unit,
         bar_op="==",
         bar_value=0,
@@ -265,11 +265,11 @@ def rows(bench: Benchmark, *, most: int | None = None, seed: int = 0, only: Sequ
             wanted = campaign.wanted[name]
             return Strike(**campaign.ask("strike", campaign.new_disk(), name, wanted=wanted, mode=mode, target=target))
 
-        found = campaign.each(faults_of(campaign, names, most=most or 10**9, seed=seed), one)
+        result = campaign.each(faults_of(campaign, names, most=most or 10**9, seed=seed), one)
     for name in names:
-        mine = [strike for strike in found if strike.scenario == name]
+        mine = [strike for strike in result if strike.scenario == name]
         hit = sum(strike.hit for strike in mine)
         about = f"faults not survived, of {hit:,} at {len(campaign.calls[name]):,} durable calls"
         add_row(bench, f"{name}: {about}", mine, unit="faults")
-    total = sum(strike.hit for strike in found)
+    total = sum(strike.hit for strike in result)
     bench.row("faults in all", ours=total, unit="faults", bar_op=">=", bar_value=1000)

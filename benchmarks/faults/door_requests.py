@@ -228,9 +228,9 @@ def talk(service: Service, data: bytes) -> bytes:
 
 def _judge(answer: tuple[int, str], status: int, param: str | None = None) -> str:
     """Return what is wrong about an answer: another status, or an error that is not told as OpenAI tells one."""
-    found, text = answer
-    if found != status:
-        return f"status {found}, not {status}: {text[:200]}"
+    result, text = answer
+    if result != status:
+        return f"status {result}, not {status}: {text[:200]}"
     if status < 400 or not text:
         return ""
     error = json.loads(text)["error"]
@@ -343,8 +343,8 @@ def _overflow(place: Place) -> str:
     """Ask for more answers than may wait."""
     body = {"prompt": "x", "max_tokens": 12, "n": 128, "temperature": 1}
     with ThreadPoolExecutor(6) as pool:
-        found = [status for status, _ in pool.map(lambda _: ask(place.service, "POST", TEXT, body), range(6))]
-    return "" if set(found) == {200, 429} else f"statuses {sorted(set(found))}"
+        results = [status for status, _ in pool.map(lambda _: ask(place.service, "POST", TEXT, body), range(6))]
+    return "" if set(results) == {200, 429} else f"statuses {sorted(set(results))}"
 
 
 def _flood(place: Place) -> str:

@@ -257,16 +257,16 @@ SELECTIONS: dict[str, Change] = {
 def _guard(place: Place, folder: Path, *argv: str, wanted: tuple[int, ...] = (0, 2)) -> str:
     """Run a command beside a file of the user's, and return what it did to it, or told of it."""
     before = sorted(folder.parent.iterdir())
-    said = place.flatshift(*argv, cwd=folder)
-    if wrong := said.faults():
+    answer = place.flatshift(*argv, cwd=folder)
+    if wrong := answer.faults():
         return wrong
-    if said.code not in wanted:
-        return f"exit code {said.code}: {said.text[-300:]}"
+    if answer.code not in wanted:
+        return f"exit code {answer.code}: {answer.text[-300:]}"
     mine = folder / "outside" / "mine.txt"
     if (folder / "canary").exists() or mine.read_text(encoding="utf-8") != SECRET:
         return "ran a command, or changed the user's file"
-    if found := [name for name in holders(folder) if not name.startswith("outside")]:
-        return f"copies the user's file to {', '.join(found)}"
+    if results := [name for name in holders(folder) if not name.startswith("outside")]:
+        return f"copies the user's file to {', '.join(results)}"
     return "" if sorted(folder.parent.iterdir()) == before else "writes outside its directory"
 
 
@@ -316,11 +316,11 @@ def _selection(change: Change) -> Callable[[Place], str]:
         folder = _stage(place)
         pool = str(place.sandbox / "rows.jsonl")
         small = ("--select.embedder.dim", "4", "--select.checks", "false")
-        made = place.flatshift(
+        result = place.flatshift(
             "select", "--pool", pool, "--target", pool, "--budget", "4", "--out", "chosen", *small, cwd=folder
         )
-        if made.code:
-            return f"no selection: {made.text[-300:]}"
+        if result.code:
+            return f"no selection: {result.text[-300:]}"
         change(folder / "chosen")
         text = "warmup: {steps: 1, batch_size: 2}\nselect: {from: chosen}\n"
         (folder / "r.yaml").write_text(recipe(place.sandbox, text), encoding="utf-8")

@@ -121,8 +121,8 @@ def _redacted(address: str) -> Callable[[Place], str]:
         from flatshift.finetune.redaction import hide_secrets, redact_urls, reveal_secrets
 
         for text in ("{}", "see {} now", "('{}', status=403)", "[{}, 1]", '{{"a":"{}"}}', "`{}`: no", "{}."):
-            if (found := redact_urls(text.format(address))) != text.format(ADDRESSES[address]):
-                return f"writes {found}"
+            if (result := redact_urls(text.format(address))) != text.format(ADDRESSES[address]):
+                return f"writes {result}"
         if "://" not in address:  # nobody can open it
             return ""
         hidden = hide_secrets(address)
@@ -134,10 +134,10 @@ def _redacted(address: str) -> Callable[[Place], str]:
 def _refused(words: tuple[str, ...], address: str) -> Callable[[Place], str]:
     def open_by(place: Place) -> str:
         folder = place.folder()
-        said = place.flatshift(*(word.replace("{}", address) for word in words), cwd=folder)
-        if said.code != 2:
-            return f"exit code {said.code}: {said.text[-300:]}"
-        return said.faults() or ", ".join(holders(folder))
+        answer = place.flatshift(*(word.replace("{}", address) for word in words), cwd=folder)
+        if answer.code != 2:
+            return f"exit code {answer.code}: {answer.text[-300:]}"
+        return answer.faults() or ", ".join(holders(folder))
 
     return open_by
 
@@ -170,8 +170,8 @@ def _train(place: Place) -> tuple[Path, Said]:
         backbone = str(place.sandbox / "backbone")
         argv = ["train", "classify", "--backbone", backbone, *files, *SMALL, "--verbose", "--out", str(out)]
         place.kept["strange"] = out, place.flatshift(*argv, cwd=place.root / "strange", around=_stored)
-    run, said = place.kept["strange"]
-    return run, said
+    run, output = place.kept["strange"]
+    return run, output
 
 
 JOURNEY: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
@@ -207,11 +207,11 @@ def _journey(words: tuple[str, ...], codes: tuple[int, ...]) -> Callable[[Place]
         run, _ = _train(place)
         folder = place.folder()
         named = [word.replace("{run}", str(run)).replace("{home}", str(run.parent)) for word in words]
-        said = place.flatshift(*named, cwd=folder, around=_stored)
-        if wrong := said.faults() or ", ".join([*holders(folder), *holders(run)]):
+        answer = place.flatshift(*named, cwd=folder, around=_stored)
+        if wrong := answer.faults() or ", ".join([*holders(folder), *holders(run)]):
             return wrong
-        if said.code not in codes:
-            return f"exit code {said.code}: {said.text[-300:]}"
+        if answer.code not in codes:
+            return f"exit code {answer.code}: {answer.text[-300:]}"
         return _formulas(folder)
 
     return open_by
@@ -222,16 +222,16 @@ def _formulas(folder: Path) -> str:
     for file in (*folder.glob("*.csv"), *folder.glob("*.tsv")):
         with file.open(newline="", encoding="utf-8") as stream:
             cells = [cell for row in csv.reader(stream, delimiter=",\t"[file.suffix == ".tsv"]) for cell in row]
-        if found := [cell for cell in cells if cell[:1] in ("=", "+", "@", "\t", "\r")]:
-            return f"{file.name} has the cell {found[0]!r}"
+        if results := [cell for cell in cells if cell[:1] in ("=", "+", "@", "\t", "\r")]:
+            return f"{file.name} has the cell {results[0]!r}"
     return ""
 
 
 def _trained(place: Place) -> str:
-    run, said = _train(place)
-    if wrong := said.faults() or ", ".join(holders(run.parent)):
+    run, output = _train(place)
+    if wrong := output.faults() or ", ".join(holders(run.parent)):
         return wrong
-    return "" if said.code == 0 and "lost" in said.text else f"exit code {said.code}: {said.text[-300:]}"
+    return "" if output.code == 0 and "lost" in output.text else f"exit code {output.code}: {output.text[-300:]}"
 
 
 def _kept(name: str) -> Callable[[Place], str]:
@@ -243,8 +243,8 @@ def _kept(name: str) -> Callable[[Place], str]:
 
 
 def _logged(place: Place) -> str:
-    found = STEERS.search((_train(place)[0] / "log.txt").read_bytes().decode())
-    return "" if found is None else f"log.txt holds {found[0]!r}"
+    match = STEERS.search((_train(place)[0] / "log.txt").read_bytes().decode())
+    return "" if match is None else f"log.txt holds {match[0]!r}"
 
 
 def _page(place: Place) -> str:
@@ -257,9 +257,9 @@ def _old(place: Place) -> str:
     folder = place.folder()
     (folder / "README.md").write_text(f"made by\n`flatshift train --data {GIVEN[0]}`\n", encoding="utf-8")
     for words, code in (("doctor",), 1), (("push", "me/name"), 2):
-        said = place.flatshift(words[0], str(folder), *words[1:], cwd=folder)
-        if said.code != code or said.faults() or "README.md:2" not in said.text:
-            return f"{words[0]}: exit code {said.code}: {said.text[-300:]}"
+        answer = place.flatshift(words[0], str(folder), *words[1:], cwd=folder)
+        if answer.code != code or answer.faults() or "README.md:2" not in answer.text:
+            return f"{words[0]}: exit code {answer.code}: {answer.text[-300:]}"
     return ""
 
 
@@ -340,7 +340,6 @@ FILES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "a sweep's record": ({"s/sweep.json": f'"{EVIL}'}, ("sweep", "classify", "--grid", "adapter.rank=1", "--out", "s")),
     "an evaluation's record": ({"s/eval.json": json.dumps({EVIL: {EVIL: EVIL}})}, ("report", "s")),
     "a manifest": ({"s/manifest.json": json.dumps([EVIL]), "s/eval.json": "{}"}, ("report", "s")),
-    "a study's record": ({"s/study.json": json.dumps({"cells": [{EVIL: EVIL}]})}, ("report", "s")),
 }
 """Files of a stranger's, and commands that read them."""
 
@@ -352,8 +351,10 @@ def _named(words: tuple[str, ...], files: dict[str, str]) -> Callable[[Place], s
         for name, text in files.items():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(text, encoding="utf-8", newline="")
-        said = place.flatshift(*words, cwd=folder)
-        return said.faults() or ("" if said.code == 2 or files else f"exit code {said.code}: {said.text[-200:]}")
+        answer = place.flatshift(*words, cwd=folder)
+        return answer.faults() or (
+            "" if answer.code == 2 or files else f"exit code {answer.code}: {answer.text[-200:]}"
+        )
 
     return open_by
 
@@ -379,8 +380,8 @@ def _library(code: str) -> Callable[[Place], str]:
         )
         command = [sys.executable, "-W", "always", "-c", program]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8", check=False)
-        said = Said(done.returncode, done.stdout + done.stderr)
-        return said.faults() or ("" if "u001b" in said.text else f"prints nothing: {said.text[-200:]}")
+        answer = Said(done.returncode, done.stdout + done.stderr)
+        return answer.faults() or ("" if "u001b" in answer.text else f"prints nothing: {answer.text[-200:]}")
 
     return open_by
 
@@ -423,13 +424,13 @@ def _template(text: str) -> Callable[[Place], str]:
         (folder / "own.jinja").write_text("{{ messages[0].content }}" + text + "{{ eos_token }}", encoding="utf-8")
         words = ["train", "chat", "--data", _ROWS, "--task.template", "own.jinja", "--data.bad_rows", "skip"]
         before = os.times()
-        said = place.flatshift(
+        answer = place.flatshift(
             *words, "--backbone", "flatshift-5m", "--out", "run", "--train.precision", "fp32", cwd=folder
         )
         used = os.times().children_user - before.children_user
         if (folder / "canary").exists() or used > 60:
             return f"ran a command, or took {used:.0f} CPU-s"
-        return check_sentence(said, "task.template")
+        return check_sentence(answer, "task.template")
 
     return open_by
 

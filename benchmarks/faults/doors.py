@@ -50,8 +50,8 @@ class Said(NamedTuple):
         """Return what no command may do, whoever wrote its input."""
         if self.code in (BUG, -signal.SIGKILL) or "Traceback" in self.text:
             return f"exit code {self.code}: {self.text.strip()[-300:]}"
-        if (found := STEERS.search(self.text)) is not None:
-            return f"prints {self.text[max(found.start() - 30, 0) : found.end() + 10]!r}"
+        if (match := STEERS.search(self.text)) is not None:
+            return f"prints {self.text[max(match.start() - 30, 0) : match.end() + 10]!r}"
         return f"prints a secret: {self.text[-300:]}" if SECRET in self.text else ""
 
 
@@ -81,9 +81,9 @@ class Place:
     def folder(self) -> Path:
         """Return a new empty folder."""
         self._count += 1
-        made = self.root / f"case-{self._count}"
-        made.mkdir()
-        return made
+        result = self.root / f"case-{self._count}"
+        result.mkdir()
+        return result
 
     def flatshift(
         self, *argv: str, cwd: Path, around: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
@@ -92,29 +92,29 @@ class Place:
         with tempfile.TemporaryFile() as out:
             child = fork(argv, cwd=cwd, out=out.fileno(), around=around or as_command)
             ends = time.monotonic() + _WALL_S
-            while not (found := os.waitpid(child, os.WNOHANG))[0]:
+            while not (result := os.waitpid(child, os.WNOHANG))[0]:
                 if time.monotonic() > ends:
                     os.killpg(child, signal.SIGKILL)
                 time.sleep(0.01)
             out.seek(0)
-            return Said(os.waitstatus_to_exitcode(found[1]), out.read().decode(errors="replace"))
+            return Said(os.waitstatus_to_exitcode(result[1]), out.read().decode(errors="replace"))
 
     @cached_property
     def service(self) -> Service:
         """`flatshift serve` of the writer."""
-        said = self.root / "service.log"
-        with said.open("wb") as out:
+        log = self.root / "service.log"
+        with log.open("wb") as out:
             child = fork(
                 ["serve", str(self.sandbox / "writer"), "--port", "0"], cwd=self.root, out=out.fileno(), around=_patient
             )
         self._ends.callback(os.waitpid, child, 0)
         self._ends.callback(os.killpg, child, signal.SIGKILL)
         ends = time.monotonic() + _WALL_S
-        while (found := re.search(r"http://127\.0\.0\.1:(\d+)/v1", said.read_text(encoding="utf-8"))) is None:
+        while (match := re.search(r"http://127\.0\.0\.1:(\d+)/v1", log.read_text(encoding="utf-8"))) is None:
             if time.monotonic() > ends:
-                raise TimeoutError(f"the service did not start: {said.read_text(encoding='utf-8')[-500:]}")
+                raise TimeoutError(f"the service did not start: {log.read_text(encoding='utf-8')[-500:]}")
             time.sleep(0.05)
-        return Service(child, int(found[1]), said)
+        return Service(child, int(match[1]), log)
 
 
 class Service(NamedTuple):
@@ -162,13 +162,13 @@ def _patient() -> Iterator[None]:
 def _silence() -> Iterator[None]:
     """Send what forks print on stderr nowhere."""
     sys.stderr.flush()
-    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    descriptor, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
         os.close(nothing)
 
 
@@ -213,19 +213,19 @@ def all_cases() -> list[Case]:
 def try_cases(cases: Sequence[Case]) -> list[tuple[Case, str]]:
     """Return each case with what is open about it."""
     _import_commands()
-    found = []
+    results = []
     with tempfile.TemporaryDirectory(prefix="flatshift-doors-") as folder, Place(Path(folder)) as place:
         for case in cases:
             try:
                 wrong = case.open_by(place)
             except Exception as error:  # a peer that is gone, say: nothing that a door may do
                 wrong = f"{type(error).__name__}: {error}"
-            found.append((case, wrong))
+            results.append((case, wrong))
             if wrong:
                 print(f"! {case.door}: {case.name}: {wrong}"[:600], file=sys.stderr, flush=True)
-            for made in place.root.glob("case-*"):
-                shutil.rmtree(made, ignore_errors=True)
-    return found
+            for result in place.root.glob("case-*"):
+                shutil.rmtree(result, ignore_errors=True)
+    return results
 
 
 def _import_commands() -> None:
@@ -255,9 +255,9 @@ def draw(cases: Sequence[Case], most: int | None, seed: int) -> list[Case]:
 def rows(bench: Benchmark, *, most: int | None = None, seed: int = 0, only: Sequence[str] = ()) -> None:
     """Add a row a door: cases that are open, of all that were tried. only: texts of a door's or a case's name."""
     cases = draw([case for case in all_cases() if _is_named(case, only)], most, seed)
-    found = try_cases(cases)
+    result = try_cases(cases)
     for door, count in Counter(case.door for case in cases).items():
-        still = [case.name for case, wrong in found if wrong and case.door == door]
+        still = [case.name for case, wrong in result if wrong and case.door == door]
         bench.row(f"{door}: cases open, of {count}", ours=len(still), unit="cases", bar_op="==", bar_value=0)
     wanted = len(cases) if only or most is not None else 400
     bench.row("cases tried", ours=len(cases), unit="cases", bar_op=">=", bar_value=wanted)
@@ -274,9 +274,9 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[], help="text of a door's or a case's name")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    found = try_cases(draw([case for case in all_cases() if _is_named(case, given.only)], given.most, given.seed))
-    still = sum(bool(wrong) for _, wrong in found)
-    print(f"{len(found)} cases, {still} open")
+    result = try_cases(draw([case for case in all_cases() if _is_named(case, given.only)], given.most, given.seed))
+    still = sum(bool(wrong) for _, wrong in result)
+    print(f"{len(result)} cases, {still} open")
     raise SystemExit(1 if still else 0)
 
 

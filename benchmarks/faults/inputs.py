@@ -52,24 +52,24 @@ class Ending:
     def faults(self, case: BadInput) -> list[str]:
         """What is wrong about it; nothing where it is as it should be."""
         errors = [line for line in self.said.splitlines() if line.startswith(_BEGIN)]
-        found = []
+        results = []
         if self.code != 2:
-            found.append(f"exit code {self.code}")
+            results.append(f"exit code {self.code}")
         if "Traceback" in self.said:
-            found.append("a traceback")
+            results.append("a traceback")
         if len(errors) != 1 or not self.said.rstrip().endswith(errors[0]):
-            found.append(f"{len(errors)} errors, or lines behind it")
+            results.append(f"{len(errors)} errors, or lines behind it")
         else:
             message = errors[0].removeprefix(_BEGIN)
             if len(message) > SENTENCE:
-                found.append(f"{len(message)} characters")
+                results.append(f"{len(message)} characters")
             if not any(place in message for place in case.places):
-                found.append(f"does not name {' or '.join(case.places)}")
+                results.append(f"does not name {' or '.join(case.places)}")
         if self.left:
-            found.append(f"left {', '.join(self.left[:3])}")
+            results.append(f"left {', '.join(self.left[:3])}")
         if self.cpu > CPU_S:
-            found.append(f"{self.cpu:.1f} CPU-seconds")
-        return found
+            results.append(f"{self.cpu:.1f} CPU-seconds")
+        return results
 
 
 def rows(bench: Benchmark, *, most: int | None = None, seed: int = 0, only: Sequence[str] = ()) -> None:
@@ -94,7 +94,7 @@ def rows(bench: Benchmark, *, most: int | None = None, seed: int = 0, only: Sequ
 def run_all(*, most: int | None = None, seed: int = 0, only: Sequence[str] = ()) -> list[tuple[BadInput, Ending]]:
     """Each bad input and its ending; those that are not as they should be are printed."""
     import_all()
-    found = []
+    results = []
     with tempfile.TemporaryDirectory(prefix="flatshift-inputs-") as folder:
         root = make_sandbox(Path(folder))
         lists = (bad_commands, bad_settings, bad_requests, bad_files)
@@ -104,10 +104,10 @@ def run_all(*, most: int | None = None, seed: int = 0, only: Sequence[str] = ())
             cases = random.Random(seed).sample(cases, most)
         for case in cases:
             ending = run_one(case, root)
-            found.append((case, ending))
+            results.append((case, ending))
             if faults := ending.faults(case):
                 print(f"{case.name}: {'; '.join(faults)} | {ending.said.strip().splitlines()[-1:]}", flush=True)
-    return found
+    return results
 
 
 def run_one(case: BadInput, root: Path) -> Ending:
@@ -117,12 +117,12 @@ def run_one(case: BadInput, root: Path) -> Ending:
     work.mkdir()
     case.prepare(work)
     before = _state(root)
-    with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as out:
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as out:
         around = partial(_as_command, case)
-        pid = fork(case.argv, cwd=work, out=out.fileno(), err=said.fileno(), around=around)
+        pid = fork(case.argv, cwd=work, out=out.fileno(), err=output.fileno(), around=around)
         ended = wait(pid, _WALL_S) or Ended(-9, _WALL_S)
-        said.seek(0)
-        text = said.read().decode("utf-8", errors="replace")
+        output.seek(0)
+        text = output.read().decode("utf-8", errors="replace")
     after = _state(root)
     left = tuple(sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name)))
     return Ending(ended.code, text, ended.cpu, left)
@@ -141,13 +141,13 @@ def _as_command(case: BadInput) -> Iterator[None]:
 
 def _state(root: Path) -> dict[str, str]:
     """Relative name → what it is, of all that lies under `root`; the content of files too."""
-    found = {}
+    results = {}
     for folder, names, files in os.walk(root):
         for name in (*names, *files):
             path = Path(folder, name)
-            told = path.lstat()
-            mark = f"{told.st_mode:o} {told.st_size if path.is_file() else ''}"
-            if path.is_file() and told.st_size < 1 << 20:
+            result = path.lstat()
+            mark = f"{result.st_mode:o} {result.st_size if path.is_file() else ''}"
+            if path.is_file() and result.st_size < 1 << 20:
                 mark += hashlib.sha256(path.read_bytes()).hexdigest()
-            found[os.fsencode(path.relative_to(root)).decode("utf-8", "backslashreplace")] = mark
-    return found
+            results[os.fsencode(path.relative_to(root)).decode("utf-8", "backslashreplace")] = mark
+    return results

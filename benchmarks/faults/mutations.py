@@ -71,40 +71,40 @@ def _parsers(folder: Path) -> dict[str, Callable[[bytes], None]]:
     from flatshift.finetune.run_directory import read_metrics
     from flatshift.selection.features.matrix import load_features
 
-    def kept(name: str, data: bytes) -> Path:
+    def write_case(name: str, data: bytes) -> Path:
         path = folder / name
         path.write_bytes(data)
         return path
 
     def recipe(data: bytes) -> None:
-        resolved = Resolved(build_settings(Recipe, parse_file(kept("r.yaml", data))), "r", {})
+        resolved = Resolved(build_settings(Recipe, parse_file(write_case("r.yaml", data))), "r", {})
         again = build_settings(Recipe, parse(resolved.to_yaml(), "again"))
         assert again == resolved.recipe, "a recipe does not survive its own writing"
 
     def rows(name: str, data: bytes) -> None:
-        for row in read_rows([str(kept(name, data))], columns=Columns(), bad_rows="skip", skipped=[]):
+        for row in read_rows([str(write_case(name, data))], columns=Columns(), bad_rows="skip", skipped=[]):
             json.dumps(row.record, default=str)
 
     def chat(data: bytes) -> None:
-        for row in read_rows([str(kept("c.jsonl", data))], required=("messages",), bad_rows="skip", skipped=[]):
+        for row in read_rows([str(write_case("c.jsonl", data))], required=("messages",), bad_rows="skip", skipped=[]):
             with contextlib.suppress(ValueError):
                 read_conversation(row)
 
     def features(data: bytes) -> None:
-        matrix = load_features(kept("x.npy", data))
+        matrix = load_features(write_case("x.npy", data))
         assert matrix.ndim == 2
 
     def header(data: bytes) -> None:
-        kept(SINGLE, data)
+        write_case(SINGLE, data)
         read_index(folder)
 
     def metrics(data: bytes) -> None:
-        path = kept("metrics.jsonl", data)
+        path = write_case("metrics.jsonl", data)
         with contextlib.suppress(UserError):
             read_metrics(path)
-        found = read_back(path)
-        for stage in found.stages:
-            found.series(stage, "train", "loss")
+        result = read_back(path)
+        for stage in result.stages:
+            result.series(stage, "train", "loss")
 
     def grid(data: bytes) -> None:
         axes = parse_grid(data.decode("utf-8", "replace").split("\n"))
@@ -224,11 +224,11 @@ def _read_ledger(seed: int) -> dict[str, Count]:
     """What earlier calls counted with the same code and seed."""
     counts = {name: Count() for name in NAMES}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        kept = json.loads(LEDGER.read_text(encoding="utf-8"))
+        previous = json.loads(LEDGER.read_text(encoding="utf-8"))
         for name in NAMES:
-            found = kept.get(name, {"code": ""})
-            if found.pop("code") == _code(name, seed):
-                counts[name] = Count(**found)
+            result = previous.get(name, {"code": ""})
+            if result.pop("code") == _code(name, seed):
+                counts[name] = Count(**result)
     return counts
 
 

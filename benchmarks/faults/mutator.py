@@ -118,13 +118,13 @@ class Mutator:
 
     def mutated(self, draw: random.Random, data: bytes | None = None) -> bytes:
         """A mutation of `data`, or of one of the seeds."""
-        found = draw.choice(self.seeds) if data is None else data
+        result = draw.choice(self.seeds) if data is None else data
         if draw.random() < 0.6:
-            found = self._structure(found, draw)
+            result = self._structure(result, draw)
         if draw.random() < 0.5:
             for _ in range(draw.choice((1, 1, 2, 4, 16))):
-                found = _bytes(found, draw)
-        return found
+                result = _bytes(result, draw)
+        return result
 
 
 # --------------------------------------------------------------------------------------------------------- seeds
@@ -138,7 +138,7 @@ def _parquets() -> list[bytes]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    found = []
+    results = []
     for compression in ("none", "snappy"):
         sink = io.BytesIO()
         table = pa.table({
@@ -146,20 +146,20 @@ def _parquets() -> list[bytes]:
             "messages": [[{"role": "user", "content": "x"}]] * 4, "score": [1.5, None, 2.0, float("nan")],
         })  # fmt: skip
         pq.write_table(table, sink, compression=compression, use_dictionary=compression == "snappy")
-        found.append(sink.getvalue())
-    return found
+        results.append(sink.getvalue())
+    return results
 
 
 def _npys() -> list[bytes]:
     import numpy as np
 
-    found = []
+    results = []
     whole = np.arange(6, dtype=np.int8).reshape(2, 3)
     for array in (np.ones((3, 2)), np.ones((3, 2), dtype=np.float16, order="F"), whole):
         sink = io.BytesIO()
         np.save(sink, array)
-        found.append(sink.getvalue())
-    return found
+        results.append(sink.getvalue())
+    return results
 
 
 def _with_length(header: bytes) -> bytes:
@@ -260,20 +260,20 @@ def _nested(value: Any, depth: int, draw: random.Random) -> Any:
 
 
 def _holders(value: Any) -> list[Any]:
-    found, level = [], [value]
+    results, level = [], [value]
     while level:
         inner = [one for one in level if isinstance(one, dict | list)]
-        found += inner
+        results += inner
         level = [part for one in inner for part in (one.values() if isinstance(one, dict) else one)]
-    return found
+    return results
 
 
 def _header(data: bytes, draw: random.Random) -> bytes:
     """A safetensors header, mutated as JSON; its length true or not."""
     length = int.from_bytes(data[:8], "little")
     text = _json(data[8 : 8 + length], draw)
-    told = draw.choice((len(text), len(text), len(text), len(text) + 1, 0, 1 << 40, (1 << 64) - 1))
-    return struct.pack("<Q", told) + text + data[8 + length :]
+    result = draw.choice((len(text), len(text), len(text), len(text) + 1, 0, 1 << 40, (1 << 64) - 1))
+    return struct.pack("<Q", result) + text + data[8 + length :]
 
 
 _SHAPES = (

@@ -53,9 +53,9 @@ class Disk:
         return place
 
     def _folder(self, path: Path) -> dict[str, object]:
-        found = self._at(path)
-        assert isinstance(found, dict)
-        return found
+        result = self._at(path)
+        assert isinstance(result, dict)
+        return result
 
     def apply(self, call: durable.Call, root: Path) -> None:
         """Do what a recorded call did."""
@@ -98,16 +98,16 @@ class Disk:
         entries = folder
         if kind == "strict":
             entries = self.synced.get(id(folder), {})
-        for name, found in entries.items():
-            if isinstance(found, dict):
+        for name, result in entries.items():
+            if isinstance(result, dict):
                 yield str(place / name), None
-                yield from self._walk(found, place / name, kind)
+                yield from self._walk(result, place / name, kind)
             else:
-                assert isinstance(found, _File)
-                kept = found.durable
+                assert isinstance(result, _File)
+                content = result.durable
                 if kind == "zeros":
-                    kept = kept[: len(found.data)].ljust(len(found.data), b"\0")
-                yield str(place / name), kept
+                    content = content[: len(result.data)].ljust(len(result.data), b"\0")
+                yield str(place / name), content
 
 
 def write_disk(files: dict[str, bytes | None], folder: Path) -> None:
@@ -122,7 +122,7 @@ def write_disk(files: dict[str, bytes | None], folder: Path) -> None:
 def disks_of(calls: Sequence[durable.Call], root: Path) -> dict[str, tuple[str, int, dict[str, bytes | None]]]:
     """Every different disk that a power cut can leave: its digest → (kind, calls made before it, content)."""
     disk = Disk()
-    found: dict[str, tuple[str, int, dict[str, bytes | None]]] = {}
+    results: dict[str, tuple[str, int, dict[str, bytes | None]]] = {}
     for count, call in enumerate(calls, start=1):
         disk.apply(call, root)
         for kind in KINDS:
@@ -131,8 +131,8 @@ def disks_of(calls: Sequence[durable.Call], root: Path) -> dict[str, tuple[str, 
             for name in sorted(files):
                 data = files[name]
                 digest.update(f"{name}\0{'-' if data is None else len(data)}\0".encode() + (data or b""))
-            found.setdefault(digest.hexdigest(), (kind, count, files))
-    return found
+            results.setdefault(digest.hexdigest(), (kind, count, files))
+    return results
 
 
 def check_replay(calls: Sequence[durable.Call], root: Path) -> None:
@@ -141,8 +141,8 @@ def check_replay(calls: Sequence[durable.Call], root: Path) -> None:
     for call in calls:
         disk.apply(call, root)
     for path in root.rglob("*"):
-        found = disk._at(path.relative_to(root))
-        if path.is_file() and (not isinstance(found, _File) or bytes(found.data) != path.read_bytes()):
+        result = disk._at(path.relative_to(root))
+        if path.is_file() and (not isinstance(result, _File) or bytes(result.data) != path.read_bytes()):
             raise RuntimeError(f"the record of durable calls does not make {path}: something writes unseen")
 
 
@@ -166,15 +166,15 @@ def rows(bench: Benchmark, *, most: int | None = None, seed: int = 0, only: Sequ
                 kind, count, files = cut
                 disk = campaign.new_disk()
                 write_disk(files, disk)
-                found = Strike(**campaign.ask("go_on", disk, name, wanted=campaign.wanted[name]))
-                found.mode, found.target = f"power cut, {kind}", count
-                if not found.wrong:
+                result = Strike(**campaign.ask("go_on", disk, name, wanted=campaign.wanted[name]))
+                result.mode, result.target = f"power cut, {kind}", count
+                if not result.wrong:
                     remove_disk(disk)
-                return found
+                return result
 
-            found = campaign.each(tries, one)
+            result = campaign.each(tries, one)
             about = (
                 f"power cuts not survived, of {len(tries):,} disks of {len(every):,} that a cut at any of "
                 f"{len(campaign.calls[name]):,} durable calls can leave"
             )
-            add_row(bench, f"{name}: {about}", found, unit="cuts")
+            add_row(bench, f"{name}: {about}", result, unit="cuts")

@@ -44,8 +44,8 @@ def _fork(start: Mapping[str, Any]) -> int:
         time.sleep(start["delay"])
         yield
 
-    with Path(start["said"]).open("wb") as said:
-        return fork(start["argv"], cwd=Path(start["cwd"]), out=said.fileno(), around=late)
+    with Path(start["said"]).open("wb") as output:
+        return fork(start["argv"], cwd=Path(start["cwd"]), out=output.fileno(), around=late)
 
 
 # --------------------------------------------------------------------------------------------- the races
@@ -106,10 +106,10 @@ def _killed(inputs: Path, out: Path) -> None:
 def _resumed(out: Path) -> Found:
     """Of a run, also how often an update was made: two at work at once would make it more often than one."""
     lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    made = Counter(record["step"] for record in map(json.loads, lines) if record["split"] == "train")
+    counts = Counter(record["step"] for record in map(json.loads, lines) if record["split"] == "train")
     steps = json.loads((out / "stages" / "fine-tune" / "done.json").read_text(encoding="utf-8"))["target_steps"]
-    said = f"  steps: {steps} " in (out / "recipe.resolved.yaml").read_text(encoding="utf-8")
-    return SCENARIOS["train"].result(out) | {"updates": str(sorted(made.items())), "recipe says so": str(said)}
+    output = f"  steps: {steps} " in (out / "recipe.resolved.yaml").read_text(encoding="utf-8")
+    return SCENARIOS["train"].result(out) | {"updates": str(sorted(counts.items())), "recipe says so": str(output)}
 
 
 def _cells(out: Path) -> Found:
@@ -181,18 +181,18 @@ class Field:
 
     def start(self, commands: Sequence[Sequence[str]], delays: Sequence[float], cwd: Path) -> list[tuple[int, str]]:
         """Run `commands`, each its delay (seconds) after the call, and return exit codes with what was said."""
-        said = [self.folder / f"said-{place}" for place in range(len(commands))]
+        lines = [self.folder / f"said-{place}" for place in range(len(commands))]
         starts = [
             {"argv": list(argv), "delay": delay, "cwd": str(cwd), "said": str(file)}
-            for argv, delay, file in zip(commands, delays, said, strict=True)
+            for argv, delay, file in zip(commands, delays, lines, strict=True)
         ]
         codes = self._server.ask("benchmarks.faults.races:run_together", starts=starts)
-        return [(code, file.read_text(encoding="utf-8")) for code, file in zip(codes, said, strict=True)]
+        return [(code, file.read_text(encoding="utf-8")) for code, file in zip(codes, lines, strict=True)]
 
     def _must(self, argv: Sequence[str], cwd: Path | None = None) -> None:
-        ((code, said),) = self.start([argv], [0.0], cwd or self.folder)
+        ((code, output),) = self.start([argv], [0.0], cwd or self.folder)
         if code != 0:
-            raise _Refused(f"alone, {' '.join(argv)} ended with {code}: {said[-1000:]}")
+            raise _Refused(f"alone, {' '.join(argv)} ended with {code}: {output[-1000:]}")
 
     def alone(self, kind: Kind, *order: int) -> tuple[Found, float]:
         """What the commands of `kind`, one after another, leave undisturbed, and the seconds that they take."""
@@ -236,9 +236,9 @@ class Field:
         ends = self.start([kind.commands[place](self.inputs, out) for place in drawn], delays, folder)
         codes = [code for code, _ in ends]
         winners = [place for place, code in zip(drawn, codes, strict=True) if code == 0]
-        for code, said in ends:
-            if code not in (0, 2) or (code == 2 and not _sentence(said)):
-                outcome.wrong.append(f"exit {code}: {said[-300:]}")
+        for code, output in ends:
+            if code not in (0, 2) or (code == 2 and not _sentence(output)):
+                outcome.wrong.append(f"exit {code}: {output[-300:]}")
         if not winners or (len(winners) > 1 and not kind.several):
             outcome.wrong.append(f"exit codes {codes}")
         if outcome.wrong:
@@ -263,7 +263,7 @@ class Field:
         words = command[:place] + command[place + 2 :]
         commands = [[*words, *(["--train.seed", "1"] if seed else [])] for seed in seeds]
         ends = self.start(commands, [draw.uniform(0, 0.05) for _ in range(count)], folder)
-        outcome.wrong += [f"exit {code}: {said[-300:]}" for code, said in ends if code != 0]
+        outcome.wrong += [f"exit {code}: {output[-300:]}" for code, output in ends if code != 0]
         there = [kind.result(run) for run in sorted((folder / "runs").iterdir())]
         wanted = [self.alone(train, seed)[0] for seed in seeds]
         if sorted(map(str, there)) != sorted(map(str, wanted)):
@@ -294,38 +294,41 @@ _WRITER = {key: value for key, value in SMALL.items() if not key.startswith("dat
 @contextlib.contextmanager
 def field_of(folder: Path | None = None) -> Iterator[Field]:
     """A field in `folder`, or in a temporary one."""
-    with tempfile.TemporaryDirectory(prefix="flatshift-races-") as temporary, Field(folder or Path(temporary)) as made:
-        yield made
+    with (
+        tempfile.TemporaryDirectory(prefix="flatshift-races-") as temporary,
+        Field(folder or Path(temporary)) as result,
+    ):
+        yield result
 
 
 def run_races(count: int, *, seed: int = 0, only: Sequence[str] = ()) -> list[Outcome]:
     """`count` races in the kinds' shares, drawn by `seed`."""
     order = [kind for kind in KINDS if not only or kind.name in only for _ in range(kind.share)]
     random.Random(seed).shuffle(order)
-    found = []
+    results = []
     with field_of() as field:
         for number in range(count):
             kind = order[number % len(order)]
-            found.append(field.race(kind, random.Random(f"{seed}-{number}")))
-            for wrong in found[-1].wrong:
+            results.append(field.race(kind, random.Random(f"{seed}-{number}")))
+            for wrong in results[-1].wrong:
                 print(f"race {number} ({kind.name}): {wrong}", flush=True)
-    return found
+    return results
 
 
 def rows(bench: Benchmark, *, most: int | None = None, seed: int = 0, only: Sequence[str] = ()) -> None:
     """Two-process races: how many, and how many lost or broke something."""
     count = TOTAL if most is None else most
     began = cpu_clock()
-    found = run_races(count, seed=seed, only=only)
+    result = run_races(count, seed=seed, only=only)
     spent = cpu_clock() - began
-    by_kind = Counter(outcome.kind for outcome in found)
-    told = ", ".join(f"{name} {number}" for name, number in sorted(by_kind.items()))
-    three = sum(outcome.contenders == 3 for outcome in found)
-    what = f"races of two or three processes for one path ({told}; {three} of three)"
+    by_kind = Counter(outcome.kind for outcome in result)
+    text = ", ".join(f"{name} {number}" for name, number in sorted(by_kind.items()))
+    three = sum(outcome.contenders == 3 for outcome in result)
+    what = f"races of two or three processes for one path ({text}; {three} of three)"
     if most is None:
         bench.row(what, ours=count, unit="races", bar_op=">=", bar_value=200)
     else:
         bench.row(what, ours=count, unit="races")
-    lost = sum(bool(outcome.wrong) for outcome in found)
+    lost = sum(bool(outcome.wrong) for outcome in result)
     bench.row("races that lost, tore or changed something", ours=lost, unit="races", bar_op="==", bar_value=0)
     bench.row("CPU time of the races", ours=spent, unit="CPU-s")

@@ -183,8 +183,8 @@ def _table(path: Path) -> str:
     import pyarrow.parquet as pq
 
     table = pq.read_table(path)
-    kept = table.drop_columns([name for name in TIMES if name in table.column_names])
-    rows = sorted(json.dumps(_plain(row), sort_keys=True, default=str) for row in kept.to_pylist())
+    columns = table.drop_columns([name for name in TIMES if name in table.column_names])
+    rows = sorted(json.dumps(_plain(row), sort_keys=True, default=str) for row in columns.to_pylist())
     return digest("\n".join(rows).encode())
 
 
@@ -196,33 +196,33 @@ def _metrics(path: Path) -> str:
 
 def leavings(out: Path, patterns: tuple[str, ...], whole: tuple[str, ...] = ()) -> dict[str, str]:
     """Digests of the files of `patterns`, read as what they are; of `whole`, only that they are there and end well."""
-    found = {}
+    results = {}
     for pattern in patterns:
         files = sorted(out.glob(pattern))
         if not files:
-            found[pattern] = "missing"
+            results[pattern] = "missing"
         for file in files:
             if file.is_dir():
                 continue
             name = str(file.relative_to(out))
             try:
                 if file.name == "metrics.jsonl":
-                    found[name] = _metrics(file)
+                    results[name] = _metrics(file)
                 elif file.suffix in (".json", ".parquet"):
-                    found[name] = _json(file, out) if file.suffix == ".json" else _table(file)
+                    results[name] = _json(file, out) if file.suffix == ".json" else _table(file)
                 else:
-                    found[name] = digest(file.read_bytes())
+                    results[name] = digest(file.read_bytes())
             except ValueError as error:
-                found[name] = f"unreadable: {error}"
+                results[name] = f"unreadable: {error}"
     for name in whole:
         text = (out / name).read_text(encoding="utf-8") if (out / name).is_file() else ""
-        found[name] = "whole" if text.rstrip().endswith("</html>") else "missing or torn"
-    return found
+        results[name] = "whole" if text.rstrip().endswith("</html>") else "missing or torn"
+    return results
 
 
-def differing(found: dict[str, str], wanted: dict[str, str]) -> list[str]:
+def differing(results: dict[str, str], wanted: dict[str, str]) -> list[str]:
     """Names of results that are not as wanted."""
-    return sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+    return sorted(name for name in results.keys() | wanted.keys() if results.get(name) != wanted.get(name))
 
 
 def _run(out: Path) -> dict[str, str]:

@@ -43,9 +43,9 @@ def _run(run: Path) -> dict[str, str]:
     """What a run must leave, its recipe without the comments that say where each setting came from."""
     import yaml
 
-    found = scenarios._run(run)
+    result = scenarios._run(run)
     file = run / "recipe.resolved.yaml"
-    return found | {file.name: str(yaml.safe_load(file.read_text(encoding="utf-8"))) if file.is_file() else "missing"}
+    return result | {file.name: str(yaml.safe_load(file.read_text(encoding="utf-8"))) if file.is_file() else "missing"}
 
 
 def _page(run: Path, said: str) -> dict[str, str]:
@@ -194,13 +194,13 @@ class Matrix:
         self, reader: Reader, file: str | None = None, damage: Callable[[Path, Path | None], None] = _no_cell
     ) -> tuple[int, str, dict[str, str]]:
         self._clear()
-        out, said = self.place / "out", self.folder / "said"
+        out, log = self.place / "out", self.folder / "said"
         shutil.copytree(self.runs["this"], out, copy_function=shutil.copy2)
         if file is not None:
             damage(out / file, self.runs["other"] / file)
-        said.unlink(missing_ok=True)
-        code = self.run(reader.command(out, self.inputs), said)
-        text = said.read_text(encoding="utf-8", errors="replace")
+        log.unlink(missing_ok=True)
+        code = self.run(reader.command(out, self.inputs), log)
+        text = log.read_text(encoding="utf-8", errors="replace")
         return code, text, reader.result(out, text) if code == 0 else {}
 
     def judge(self, file: str, damage: str, reader: Reader) -> Tampered:
@@ -210,18 +210,18 @@ class Matrix:
             code, text, self.wanted[reader.name, without] = self._read(reader, without)
             if code:
                 raise RuntimeError(f"{reader.name} on the undisturbed {self.scenario} ends with {code}: {text[-2000:]}")
-        code, text, found = self._read(reader, file, DAMAGES[damage])
-        wrong, said = "", text.strip().splitlines()[-1] if text.strip() else ""
+        code, text, result = self._read(reader, file, DAMAGES[damage])
+        wrong, output = "", text.strip().splitlines()[-1] if text.strip() else ""
         wanted = self.wanted[reader.name, without]
-        different = differing(found, wanted)
-        named = Path(file).name in said or f"{Path(file).parent}/" in said
+        different = differing(result, wanted)
+        named = Path(file).name in output or f"{Path(file).parent}/" in output
         if code == BUG or "Traceback" in text:
-            wrong, said = "traceback", text[-1500:]
+            wrong, output = "traceback", text[-1500:]
         elif code == 0 and different:
-            wrong, said = "silent", ", ".join(different[:4])
-        elif code and (code != REFUSED or not named or len(said.replace(str(self.place), "")) > LONGEST):
+            wrong, output = "silent", ", ".join(different[:4])
+        elif code and (code != REFUSED or not named or len(output.replace(str(self.place), "")) > LONGEST):
             wrong = "unnamed"
-        return Tampered(self.scenario, file, damage, reader.name, wrong, said, refused=code == REFUSED)
+        return Tampered(self.scenario, file, damage, reader.name, wrong, output, refused=code == REFUSED)
 
 
 def forked(disk: Path) -> Runner:
@@ -250,22 +250,22 @@ def rows(bench: Benchmark, *, most: int | None = None, seed: int = 0, only: Sequ
             matrix = Matrix(scenario, folder, run, unfinished=unfinished)
             trials = list(matrix.trials(readers))
             random.Random(seed).shuffle(trials)
-            found = []
+            results = []
             for trial in trials[:most]:
-                found.append(matrix.judge(*trial))
-                if found[-1].wrong:
-                    print(f"! {found[-1]}", flush=True)
-            wrong = Counter(one.wrong for one in found if one.wrong)
+                results.append(matrix.judge(*trial))
+                if results[-1].wrong:
+                    print(f"! {results[-1]}", flush=True)
+            wrong = Counter(one.wrong for one in results if one.wrong)
             words = f" ({', '.join(f'{count} {what}' for what, count in wrong.items())})" if wrong else ""
-            refused = sum(one.refused for one in found)
+            refused = sum(one.refused for one in results)
             bench.row(
-                f"{called}: damages to its files neither refused by name nor harmless, of {len(found):,} tried, "
+                f"{called}: damages to its files neither refused by name nor harmless, of {len(results):,} tried, "
                 f"{refused:,} refused{words}",
                 ours=wrong.total(),
                 unit="damages",
                 bar_op="==",
                 bar_value=0,
             )
-            total += len(found)
+            total += len(results)
     if most is None:
         bench.row("damages in all", ours=total, unit="damages", bar_op=">=", bar_value=1000)

@@ -63,12 +63,12 @@ def main() -> None:
         kept_in, out = chosen.kept or folder / "measured.jsonl", out or folder / "gpu.json"
     store = Store(kept_in)
     if chosen.list:
-        kept = store.read()
+        previous = store.read()
         for m in entries:
             if isinstance(m, Measurement) and matches(m.name, chosen.rows):
-                held = f"kept, {kept[m.name].device}" if still_holds(m, kept, None) else "missing"
-                if failure(m, kept, None) is not None:
-                    held = f"failed, {kept[m.name].device}"
+                held = f"kept, {previous[m.name].device}" if still_holds(m, previous, None) else "missing"
+                if failure(m, previous, None) is not None:
+                    held = f"failed, {previous[m.name].device}"
                 print(f"{m.name:45} about {m.seconds:4.0f} s  {held}")
         return
     run = Run(entries, store, device, chosen.rows, chosen.minutes, out, chosen.commit)

@@ -35,17 +35,17 @@ def learnt(
     """Mean loss of the last updates on shipped rows, in 4 bits and in bf16."""
     from flatshift.finetune.train.trainer import Trainer
 
-    made = objective("completion", rows=rows, length=length, limit=limit)
-    found: dict[Any, float] = {}
-    for kept in (None,) if _is_missing() else (kind, None):
+    result = objective("completion", rows=rows, length=length, limit=limit)
+    results: dict[Any, float] = {}
+    for quantization in (None,) if _is_missing() else (kind, None):
         losses: list[float] = []
-        model = _adapted(made.backbone, made.task, kept, device, rank=8)
+        model = _adapted(result.backbone, result.task, quantization, device, rank=8)
         with tempfile.TemporaryDirectory() as folder:
-            run = _stage(made.task, made.batches, device, steps, Path(folder) / "run", 2e-3, losses)
-            Trainer(model, made.tokenizer, run).fit()
-        found[kept] = sum(losses[-tail:]) / tail
+            run = _stage(result.task, result.batches, device, steps, Path(folder) / "run", 2e-3, losses)
+            Trainer(model, result.tokenizer, run).fit()
+        results[quantization] = sum(losses[-tail:]) / tail
     reason = {"reason": MISSING} if _is_missing() else {}
-    return {"loss": {"ours": found.get(kind), "peer": [found[None]], **reason}}
+    return {"loss": {"ours": results.get(kind), "peer": [results[None]], **reason}}
 
 
 def _adapted(source: Any, task: Any, kind: Any, device: str, *, rank: int) -> Any:
@@ -86,20 +86,23 @@ def sized(
     from flatshift.finetune.models.quantize import quantization_scales
 
     where, sizes = Device(device), shape_of(shape)
-    found: dict[str, dict[Any, Any]] = {"seconds": {}, "memory": {}, "frozen": {}}
+    results: dict[str, dict[Any, Any]] = {"seconds": {}, "memory": {}, "frozen": {}}
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "backbone"
         with quiet_transformers():
             backbone(sizes, device).save_pretrained(source)
-        for kept in (None, kind):
+        for quantization in (None, kind):
             where.clear()
-            model = _adapted(source, LANGUAGE, kept, device, rank=rank)
+            model = _adapted(source, LANGUAGE, quantization, device, rank=rank)
             frozen = {p.data_ptr(): p.nbytes for p in model.parameters() if not p.requires_grad}
             scales = sum(t.nbytes for t in quantization_scales(model).values())
-            found["frozen"][kept] = float(sum(frozen.values()) + scales)
-            made = batches(sizes, rows=rows, sequence=sequence)
-            run = _stage(LANGUAGE, made, device, NEVER, Path(folder) / f"run-{kept}", 1e-4, [])
+            results["frozen"][quantization] = float(sum(frozen.values()) + scales)
+            result = batches(sizes, rows=rows, sequence=sequence)
+            run = _stage(LANGUAGE, result, device, NEVER, Path(folder) / f"run-{quantization}", 1e-4, [])
             took = update_seconds(model, Padder(), run, device, warm=warm, updates=updates, new_peak=True)
-            found["seconds"][kept], found["memory"][kept] = statistics.median(took), where.peak_bytes()
+            results["seconds"][quantization], results["memory"][quantization] = (
+                statistics.median(took),
+                where.peak_bytes(),
+            )
             del model, run
-    return {figure: {"ours": values[kind], "peer": [values[None]]} for figure, values in found.items()}
+    return {figure: {"ours": values[kind], "peer": [values[None]]} for figure, values in results.items()}

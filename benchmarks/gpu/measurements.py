@@ -53,16 +53,16 @@ class Best:
     row: Row
     of: tuple[str, ...]
 
-    def figures(self, kept: Mapping[str, Kept]) -> dict[str, Any]:
+    def figures(self, previous: Mapping[str, Kept]) -> dict[str, Any]:
         """`ours`, and where it comes from; or the reason why there is none."""
         all_figures = {
-            name: kept[name].figures.get(self.row.figure, {}).get("ours") for name in self.of if name in kept
+            name: previous[name].figures.get(self.row.figure, {}).get("ours") for name in self.of if name in previous
         }
-        found = {name: figure for name, figure in all_figures.items() if figure is not None}
-        if not found:
+        results = {name: figure for name, figure in all_figures.items() if figure is not None}
+        if not results:
             return {"reason": "none of the rows that it is the best of has a figure"}
-        best = max(found, key=lambda name: np.median(found[name]))
-        return {"ours": found[best], "reason": f"the best of {len(found)}: {best.rsplit('/', 1)[-1]}"}
+        best = max(results, key=lambda name: np.median(results[name]))
+        return {"ours": results[best], "reason": f"the best of {len(results)}: {best.rsplit('/', 1)[-1]}"}
 
 
 @dataclass(frozen=True)
@@ -95,53 +95,53 @@ class Store:
 
     def read(self) -> dict[str, Kept]:
         """By name; of two lines for one name the later holds."""
-        found: dict[str, Kept] = {}
+        results: dict[str, Kept] = {}
         self.torn = 0
         for line in self.path.read_bytes().splitlines() if self.path.is_file() else []:
             try:
-                kept = Kept(**json.loads(line))
-                found[kept.name] = kept
+                entry = Kept(**json.loads(line))
+                results[entry.name] = entry
             except (ValueError, TypeError):
                 self.torn += 1
-        return found
+        return results
 
-    def add(self, kept: Kept) -> None:
+    def add(self, entry: Kept) -> None:
         """Put `kept` in, in place of what there is of its name."""
-        self._write({**self.read(), kept.name: kept})
+        self._write({**self.read(), entry.name: entry})
 
     def drop(self, names: Iterable[str]) -> None:
         """Forget the measurements of these names."""
-        gone, found = set(names), self.read()
-        if gone & found.keys():
-            self._write({name: kept for name, kept in found.items() if name not in gone})
+        gone, result = set(names), self.read()
+        if gone & result.keys():
+            self._write({name: entry for name, entry in result.items() if name not in gone})
 
-    def _write(self, found: Mapping[str, Kept]) -> None:
+    def _write(self, results: Mapping[str, Kept]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(self.path, "".join(json.dumps(asdict(kept)) + "\n" for kept in found.values()))
+        write_text(self.path, "".join(json.dumps(asdict(entry)) + "\n" for entry in results.values()))
 
 
-def still_holds(measurement: Measurement, kept: Mapping[str, Kept], device: str | None) -> bool:
+def still_holds(measurement: Measurement, previous: Mapping[str, Kept], device: str | None) -> bool:
     """Whether there is a result of this measurement, with these arguments, of this device (None: of any)."""
-    found = _of(measurement, kept, device)
-    return found is not None and found.failed is None
+    result = _of(measurement, previous, device)
+    return result is not None and result.failed is None
 
 
-def failure(measurement: Measurement, kept: Mapping[str, Kept], device: str | None) -> dict[str, Any] | None:
+def failure(measurement: Measurement, previous: Mapping[str, Kept], device: str | None) -> dict[str, Any] | None:
     """`Kept.failed` of this measurement, with these arguments, on this device (None: on any)."""
-    found = _of(measurement, kept, device)
-    return None if found is None else found.failed
+    result = _of(measurement, previous, device)
+    return None if result is None else result.failed
 
 
-def _of(measurement: Measurement, kept: Mapping[str, Kept], device: str | None) -> Kept | None:
-    found = kept.get(measurement.name)
-    same = found is not None and found.arguments == json.loads(json.dumps(dict(measurement.arguments)))
-    return found if same and found is not None and device in (None, found.device) else None
+def _of(measurement: Measurement, previous: Mapping[str, Kept], device: str | None) -> Kept | None:
+    result = previous.get(measurement.name)
+    same = result is not None and result.arguments == json.loads(json.dumps(dict(measurement.arguments)))
+    return result if same and result is not None and device in (None, result.device) else None
 
 
 def fill(
     bench: Benchmark,
     plan: Sequence[Measurement | Best],
-    kept: Mapping[str, Kept],
+    previous: Mapping[str, Kept],
     *,
     device: str | None,
     reasons: Mapping[str, str],
@@ -152,13 +152,13 @@ def fill(
     device: whose results count; None: any. reasons: by name, why a measurement has no result; otherwise: the reason of
     those that have none there and did not fail.
     """
-    here = {m.name: kept[m.name] for m in plan if isinstance(m, Measurement) and still_holds(m, kept, device)}
+    here = {m.name: previous[m.name] for m in plan if isinstance(m, Measurement) and still_holds(m, previous, device)}
     for entry in plan:
         if isinstance(entry, Best):
             reason = {} if here else {"reason": otherwise}
             _put(bench, entry.row, reason or entry.figures(here))
             continue
-        broken = failure(entry, kept, device)
+        broken = failure(entry, previous, device)
         missing = {"reason": reasons.get(entry.name, otherwise if broken is None else broken["reason"])}
         for row in entry.rows:
             figures = here[entry.name].figures if entry.name in here else {row.figure: missing}

@@ -79,25 +79,25 @@ def objective(kind: str, *, rows: int, length: int, limit: int, pack: bool | Non
         task = dataclasses.replace(task, pack=pack)
     source = SOURCES.get(kind, "sample:scicite/train")
     rows_of_kind = read_rows([source], required=task.columns())
-    found = [row for row, _ in zip(rows_of_kind, range(limit), strict=False)]
+    results = [row for row, _ in zip(rows_of_kind, range(limit), strict=False)]
     labels: tuple[str, ...] | None = None
     if kind == "classify":
         labels = ("background", "method", "result")
     if kind == "classify multi":  # what can be told of a text without knowing it
         labels = ("long", "figures")
-        found = [
+        results = [
             Row({**row.values, "label": _classes(row.values["text"])}, row.id, row.where, row.record, row.index)
-            for row in found
+            for row in results
         ]
     if kind == "regress":
-        found = [
+        results = [
             Row({**row.values, "label": len(row.values["text"]) / 100}, row.id, row.where, row.record, row.index)
-            for row in found
+            for row in results
         ]
     backbone = BACKBONES.get(kind, "flatshift-5m")
     tokenizer = open_backbone(backbone).tokenizer
     examples = encode(
-        found,
+        results,
         task=task,
         tokenizer=tokenizer,
         max_length=length,
@@ -187,13 +187,13 @@ def equal(
     regularizers: Sequence[str] = REGULARIZERS,
 ) -> Figures:
     """The worst distance over the regularizers, in fp32 and in bf16, from the CPU in fp32."""
-    made = objective(kind, rows=rows, length=length, limit=limit)
+    result = objective(kind, rows=rows, length=length, limit=limit)
     worst: dict[str, tuple[float, str]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for regularizer in regularizers:
             runs = {
                 name: trained(
-                    made, updates=updates, device=where, precision=precision, regularizer=regularizer,
+                    result, updates=updates, device=where, precision=precision, regularizer=regularizer,
                     folder=Path(folder) / f"{regularizer}-{name}",
                 )
                 for name, where, precision in (

@@ -81,25 +81,25 @@ def peak() -> Measurement:
 
 def smoke() -> list[Measurement]:
     """A step of every objective and regularizer, packed and padded, a resume, commands, and the host's waits."""
-    made = []
+    results = []
     for kind in KINDS:
         for pack in (False, True) if kind in PACKED else (None,):
             called = kind.replace(" ", "-") + ("" if pack is None else "-packed" if pack else "-padded")
-            made.append(_smoke(f"step/{called}", "step", f"two updates, {called}", kind=kind, pack=pack))
+            results.append(_smoke(f"step/{called}", "step", f"two updates, {called}", kind=kind, pack=pack))
     for number, regularizer in enumerate(REGULARIZERS):
         pack = number % 2 == 0
         what = f"two updates, {regularizer}, {'packed' if pack else 'padded'}"
         more = {"kind": "language-model", "regularizer": regularizer, "pack": pack}
-        made.append(_smoke(f"regularizer/{regularizer}", "step", what, **more))
+        results.append(_smoke(f"regularizer/{regularizer}", "step", what, **more))
     bits = _same("resumed", "a run left after update 3 of 4 and resumed: numbers that differ")
-    made.append(Measurement("smoke/resume", f"{HERE}.smoke:resume", {}, (bits,), 2 * SMOKE_S))
+    results.append(Measurement("smoke/resume", f"{HERE}.smoke:resume", {}, (bits,), 2 * SMOKE_S))
     for name, words in COMMANDS.items():
-        made.append(_smoke(f"command/{name}", "command", f"flatshift {words[0]} ({name})", line=name))
+        results.append(_smoke(f"command/{name}", "command", f"flatshift {words[0]} ({name})", line=name))
     for regularizer in ("plain", "ggpo", "mgpo"):
         most = Row("most", f"waits of the host in an update, {regularizer}", "waits", None, "<=", 1.0)
         arguments = {"regularizer": regularizer}
-        made.append(Measurement(f"smoke/waits/{regularizer}", f"{HERE}.smoke:waits", arguments, (most,), SMOKE_S))
-    return made
+        results.append(Measurement(f"smoke/waits/{regularizer}", f"{HERE}.smoke:waits", arguments, (most,), SMOKE_S))
+    return results
 
 
 def _smoke(name: str, function: str, what: str, **arguments: Any) -> Measurement:
@@ -113,7 +113,7 @@ def _smoke(name: str, function: str, what: str, **arguments: Any) -> Measurement
 def speed(shape: str, sequence: int, way: Way, rows: int, peers: tuple[str, ...] = ()) -> Measurement:
     """One shape at one length in one way."""
     what = f"{NAMES[shape]}, {rows} × {sequence:,} tokens, {WAYS[way]}"
-    made = [
+    results = [
         Row("tokens", f"{what}: rate", "tokens/s"),
         Row("mfu", f"{what}: MFU, causal attention, data sheet's peak", "of the peak"),
         Row("memory", f"{what}: peak memory", "bytes"),
@@ -121,27 +121,27 @@ def speed(shape: str, sequence: int, way: Way, rows: int, peers: tuple[str, ...]
         Row("seconds_plan", f"{what}: seconds off `plan`'s", "share", None, "<=", PLAN_SECONDS),
     ]
     if shape == "8b" and sequence == 4096:
-        made += [
+        results += [
             Row("mfu_product", f"{what}: MFU, causal attention, best product", "of the peak"),
             Row("mfu_full", f"{what}: MFU, attention of all pairs, data sheet's peak", "of the peak"),
             Row("mfu_weights", f"{what}: MFU, 4 a weight and no attention, data sheet's peak", "of the peak"),
             Row("published", f"{what}: rate beside one published of an H100", "tokens/s", "40.6 % of an H100"),
         ]
     for peer in peers:
-        made.append(Row(f"tokens|{peer}", f"{what}: rate", "tokens/s", peer, ">=", 1.0))
-        made.append(Row(f"memory|{peer}", f"{what}: peak memory", "bytes", peer, "<=", 1.0))
+        results.append(Row(f"tokens|{peer}", f"{what}: rate", "tokens/s", peer, ">=", 1.0))
+        results.append(Row(f"memory|{peer}", f"{what}: peak memory", "bytes", peer, "<=", 1.0))
     return Measurement(
         f"speed/{shape}/{sequence}/{way}-{rows}",
         f"{HERE}.speed:speed",
         {"shape": shape, "sequence": sequence, "rows": rows, "way": way, "peers": list(peers)},
-        tuple(made),
+        tuple(results),
         SECONDS[shape] * 2 * (1 + len(peers)) * (1.5 if sequence == 16384 else 1) + (60 if way == "compiled" else 0),
     )
 
 
 def headline() -> list[Measurement | Best]:
     """8 B at 4,096 tokens, 1 to 4 rows; what does not fit into the device's memory says so."""
-    made = [
+    results = [
         speed("8b", 4096, "none", 1, (TRAINER, SFT)),
         speed("8b", 4096, "compiled", 1),
         speed("8b", 4096, "full", 4, (TRAINER, SFT)),
@@ -154,7 +154,7 @@ def headline() -> list[Measurement | Best]:
         speed("8b", 4096, "none", 4),
     ]
     best = Row("mfu", "8 B, 4,096 tokens, the best way: MFU", "of the peak", None, ">=", MFU)
-    return [*made, Best(best, tuple(m.name for m in made))]
+    return [*results, Best(best, tuple(m.name for m in results))]
 
 
 def others() -> list[Measurement]:
@@ -175,7 +175,7 @@ def others() -> list[Measurement]:
 
 def parity() -> list[Measurement]:
     """Every objective, and a run that is killed."""
-    made = []
+    results = []
     for kind in KINDS:
         what = f"{kind}, six updates, the worst of plain, GGPO and MGPO"
         rows = (
@@ -184,7 +184,9 @@ def parity() -> list[Measurement]:
             _within("loss|bf16", f"losses of {what}: bf16 beside CPU fp32", BF16_LOSS),
             _within("adapter|bf16", f"what training changed, {what}: bf16 beside CPU fp32", BF16_ADAPTER),
         )
-        made.append(Measurement(f"parity/{kind.replace(' ', '-')}", f"{HERE}.parity:equal", {"kind": kind}, rows, 12))
+        results.append(
+            Measurement(f"parity/{kind.replace(' ', '-')}", f"{HERE}.parity:equal", {"kind": kind}, rows, 12)
+        )
     for name, n, m, exact in (("dense", 20_000, 400, True), ("streamed", 200_000, 500, False)):
         what = f"GOT-D, {n:,} × {m:,} × 64, {name}"
         scores = Row("scores", f"scores of {what}: device beside CPU", "of their spread")
@@ -192,7 +194,7 @@ def parity() -> list[Measurement]:
             replace(scores, bar_op="<=", bar_value=FP32) if exact else scores,
             Row("chosen", f"best 5 % of {what}: chosen on both", "share", None, ">=", 0.999 if exact else 0.99),
         )
-        made.append(Measurement(f"parity/gotd-{name}", f"{HERE}.transport:agreement", {"n": n, "m": m}, near, 12))
+        results.append(Measurement(f"parity/gotd-{name}", f"{HERE}.transport:agreement", {"n": n, "m": m}, near, 12))
     for precision in ("fp32", "bf16"):
         bits = (
             _same(
@@ -201,10 +203,10 @@ def parity() -> list[Measurement]:
             ),
             _same("repeated", f"the same run twice, nobody killed, in {precision}: numbers that differ"),
         )
-        made.append(
+        results.append(
             Measurement(f"parity/resume-{precision}", f"{HERE}.parity:resumed", {"precision": precision}, bits, 30)
         )
-    return made
+    return results
 
 
 def _within(figure: str, what: str, most: float) -> Row:
@@ -220,36 +222,36 @@ def _same(figure: str, what: str) -> Row:
 
 def regularizers() -> list[Measurement]:
     """GGPO and MGPO beside plain LoRA."""
-    made = []
+    results = []
     for kind, most in (("ggpo", 1.03), ("mgpo", 1.02)):
         ways: tuple[tuple[str, Way, int], ...] = (("8b", "full", 4), ("1b", "none", 2))
         for shape, way, rows in ways:
             what = f"update with {kind.upper()}, {NAMES[shape]}, {rows} × 4,096 tokens, {WAYS[way]}"
             row = Row("seconds", what, "s", "plain LoRA", "<=", most)
             arguments: dict[str, Any] = {"kind": kind, "shape": shape, "sequence": 4096, "rows": rows, "way": way}
-            made.append(
+            results.append(
                 Measurement(
                     f"regularizer/{kind}/{shape}", f"{HERE}.speed:regularized", arguments, (row,), 4 * SECONDS[shape]
                 )
             )
-    return made
+    return results
 
 
 def transport() -> list[Measurement]:
     """GOT-D's solver at two sizes."""
-    made = []
+    results = []
     for name, n, m, guess, most in (("1m", 1_000_000, 1_000, 40, None), ("10m", 10_000_000, 10_000, 150, 15.0)):
         what = f"GOT-D, {n:,} × {m:,} × 384, float16 rows"
-        judged: tuple[BarOp | None, float | None] = ("<=" if most else None, most)
+        evaluations: tuple[BarOp | None, float | None] = ("<=" if most else None, most)
         rows = (
-            Row("pass", f"{what}: a pass", "s", None, *judged),
+            Row("pass", f"{what}: a pass", "s", None, *evaluations),
             Row(f"pass|{TORCH}", f"{what}: a pass", "s", TORCH),
             Row(f"pass|{KEOPS}", f"{what}: a pass", "s", KEOPS),
             Row("solve", f"{what}: a solve to {GOAL:g} and an overlap of .995", "s"),
             Row("error", f"{what}: error reached", "L1 error", None, "<=", GOAL),
         )
-        made.append(Measurement(f"transport/{name}", f"{HERE}.transport:solve", {"n": n, "m": m}, rows, guess))
-    return made
+        results.append(Measurement(f"transport/{name}", f"{HERE}.transport:solve", {"n": n, "m": m}, rows, guess))
+    return results
 
 
 def low_bits() -> list[Measurement]:

@@ -54,25 +54,25 @@ class Run:
     @property
     def chosen(self) -> list[Measurement]:
         """The measurements that the pattern names."""
-        found = [m for m in self.plan if isinstance(m, Measurement) and matches(m.name, self.pattern)]
-        if not found:
+        results = [m for m in self.plan if isinstance(m, Measurement) and matches(m.name, self.pattern)]
+        if not results:
             names = ", ".join(sorted({m.name.split("/")[0] for m in self.plan if isinstance(m, Measurement)}))
             raise SystemExit(f"--rows {self.pattern!r} names no measurement; ideas are {names} (as in 'speed/8b/*')")
-        return found
+        return results
 
     def missing(self, name: str) -> list[Measurement]:
         """Of the chosen those without a result of the device `name`, in the plan's order; those that failed last."""
-        kept = self.store.read()
+        previous = self.store.read()
         if self.store.torn:
             print(f"{self.store.path}: {self.store.torn} torn lines left out; their measurements are made again")
-        todo = [m for m in self.chosen if not still_holds(m, kept, name)]
-        return sorted(todo, key=lambda m: failure(m, kept, name) is not None)
+        todo = [m for m in self.chosen if not still_holds(m, previous, name)]
+        return sorted(todo, key=lambda m: failure(m, previous, name) is not None)
 
     def failed(self, name: str | None) -> dict[str, dict[str, Any]]:
         """`Kept.failed` of those that failed on the device `name` (None: on any), by measurement."""
-        kept = self.store.read()
-        found = {m.name: failure(m, kept, name) for m in self.chosen}
-        return {measurement: broken for measurement, broken in found.items() if broken is not None}
+        previous = self.store.read()
+        results = {m.name: failure(m, previous, name) for m in self.chosen}
+        return {measurement: broken for measurement, broken in results.items() if broken is not None}
 
     def all(self, *, fresh: bool = False) -> Path:
         """Measure what is missing as far as the minutes reach, and write the results file; returns its path."""
@@ -83,13 +83,13 @@ class Run:
             return self.write(None, NO_DEVICE)
         if fresh:
             self.store.drop([m.name for m in chosen])
-        todo, kept = self.missing(name), self.store.read()
+        todo, previous = self.missing(name), self.store.read()
         print(f"{name}: {len(chosen) - len(todo)} of {len(chosen)} measurements are kept in {self.store.path}")
         self.place = where(PACKAGES)
         self.place["commit"] = self.place["commit"] or self.commit or "unknown"
         ends = float("inf") if self.minutes is None else time.time() + 60 * self.minutes
         for measurement in todo:
-            if time.time() + _guess(measurement, kept.get(measurement.name)) > ends:
+            if time.time() + _guess(measurement, previous.get(measurement.name)) > ends:
                 self.reasons[measurement.name] = OUT_OF_MINUTES
                 continue
             print(f"  {measurement.name} …", flush=True)
@@ -139,11 +139,13 @@ class Run:
 
     def write(self, name: str | None, otherwise: str, *, quiet: bool = False) -> Path:
         """The results file from what is kept: of the device `name`, or of wherever it was measured."""
-        kept = self.store.read()
+        previous = self.store.read()
         bench = Benchmark("gpu", packages=PACKAGES)
         with contextlib.redirect_stdout(io.StringIO()):
-            fill(bench, self.plan, kept, device=name, reasons=self.reasons, otherwise=otherwise)
-            held = [kept[m.name] for m in self.plan if isinstance(m, Measurement) and still_holds(m, kept, name)]
+            fill(bench, self.plan, previous, device=name, reasons=self.reasons, otherwise=otherwise)
+            held = [
+                previous[m.name] for m in self.plan if isinstance(m, Measurement) and still_holds(m, previous, name)
+            ]
             path = bench.finish(self.out, place=held[-1].place if held else None)
         if not quiet:
             measured = [row for row in bench.rows if row["runs"]]
@@ -154,10 +156,10 @@ class Run:
         return path
 
 
-def _guess(measurement: Measurement, kept: Kept | None) -> float:
+def _guess(measurement: Measurement, previous: Kept | None) -> float:
     """Seconds that it may take: more than those after which it was stopped last time."""
-    stopped = kept is not None and kept.failed is not None and kept.failed["stopped"]
-    return max(measurement.seconds, 1.5 * kept.seconds) if stopped and kept is not None else measurement.seconds
+    stopped = previous is not None and previous.failed is not None and previous.failed["stopped"]
+    return max(measurement.seconds, 1.5 * previous.seconds) if stopped and previous is not None else measurement.seconds
 
 
 def matches(name: str, pattern: str) -> bool:

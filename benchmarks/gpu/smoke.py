@@ -64,10 +64,15 @@ def step(
 ) -> Figures:
     """Two updates of an objective with a regularizer in bf16: seconds, with all that a stage needs before."""
     start = time.perf_counter()
-    made = objective(kind, rows=rows, length=length, limit=limit, pack=pack)
+    result = objective(kind, rows=rows, length=length, limit=limit, pack=pack)
     with tempfile.TemporaryDirectory() as folder:
         losses, moved = trained(
-            made, updates=updates, device=device, precision="bf16", regularizer=regularizer, folder=Path(folder) / "run"
+            result,
+            updates=updates,
+            device=device,
+            precision="bf16",
+            regularizer=regularizer,
+            folder=Path(folder) / "run",
         )
     took = time.perf_counter() - start
     if len(losses) != updates or not all(map(math.isfinite, losses)):
@@ -80,7 +85,7 @@ def step(
 
 def resume(*, device: str, updates: int = 4, limit: int = 16) -> Figures:
     """Numbers that differ between a run that was left after an update and went on, and one that was not."""
-    made = objective("language-model", rows=2, length=64, limit=limit)
+    result = objective("language-model", rows=2, length=64, limit=limit)
 
     def stop(line: dict[str, Any]) -> None:
         if line["step"] == updates - 1:
@@ -88,7 +93,7 @@ def resume(*, device: str, updates: int = 4, limit: int = 16) -> Figures:
 
     def run(folder: Path, on_step: Any = None) -> dict[str, Any]:
         return trained(
-            made,
+            result,
             updates=updates,
             device=device,
             precision="bf16",
@@ -139,11 +144,11 @@ def _flatshift(words: Sequence[str]) -> None:
     """Run a command; RuntimeError with what it said if it did not end with 0."""
     from flatshift.cli import run
 
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         code = run(list(words))
     if code != 0:
-        raise RuntimeError(f"flatshift {words[0]} ended with {code}\n{' '.join(words)}\n{said.getvalue()[-4000:]}")
+        raise RuntimeError(f"flatshift {words[0]} ended with {code}\n{' '.join(words)}\n{output.getvalue()[-4000:]}")
 
 
 # --------------------------------------------------------------------------------------------- waits
@@ -196,17 +201,17 @@ def _waits_of(device: str) -> Iterator[list[Any]]:
         with Rehearsal(on="cpu") as rehearsal:
             yield rehearsal.waits
         return
-    found: list[Any] = []
+    results: list[Any] = []
 
     def note(message: Any, *about: Any, **more: Any) -> None:
         if "called a synchronizing CUDA operation" in str(message):
-            found.append(place())
+            results.append(place())
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = note
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield found
+            yield results
         finally:
             torch.cuda.set_sync_debug_mode("default")

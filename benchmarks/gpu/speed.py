@@ -69,10 +69,10 @@ def settings(case: Case, device: str) -> Any:
 
 def stage_of(case: Case, device: str, folder: Path, *, regularizer: Any = None, **more: Any) -> tuple[Any, Any, Any]:
     """Model, tokenizer and stage of a case, for `Trainer`. more: of `TrainingStage`, in place of the case's."""
-    found = batches(case.shape, rows=case.rows, sequence=case.sequence)
-    made = stage(LANGUAGE, found, settings(case, device), folder, regularizer=regularizer, **more)
+    result = batches(case.shape, rows=case.rows, sequence=case.sequence)
+    outcome = stage(LANGUAGE, result, settings(case, device), folder, regularizer=regularizer, **more)
     model = adapted(case.shape, device, rank=case.rank, checkpointing=case.checkpointing, precision=case.precision)
-    return model, Padder(), made
+    return model, Padder(), outcome
 
 
 class _Left(BaseException):
@@ -106,8 +106,8 @@ def update_seconds(
 def ours(case: Case, device: str, regularizer: Any = None) -> list[float]:
     """Seconds of each counted update."""
     with tempfile.TemporaryDirectory() as folder:
-        made = stage_of(case, device, Path(folder) / "run", regularizer=regularizer)
-        return update_seconds(*made, device, warm=case.warm, updates=case.updates)
+        result = stage_of(case, device, Path(folder) / "run", regularizer=regularizer)
+        return update_seconds(*result, device, warm=case.warm, updates=case.updates)
 
 
 # --------------------------------------------------------------------------------------------- the peers'
@@ -144,8 +144,8 @@ def _trained(case: Case, device: str, arguments: Any, kind: Any, more: dict[str,
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             stamps.append(where.now())
 
-    found = batches(case.shape, rows=case.rows, sequence=case.sequence)
-    rows = rows_of(found, case.warm + case.updates)
+    result = batches(case.shape, rows=case.rows, sequence=case.sequence)
+    rows = rows_of(result, case.warm + case.updates)
     data: Any = rows
     if kind.__name__ == "SFTTrainer":
         from datasets import Dataset
@@ -155,7 +155,7 @@ def _trained(case: Case, device: str, arguments: Any, kind: Any, more: dict[str,
         data = Dataset(numbers, fingerprint="rows")  # its own would be a pickle of the table
     with tempfile.TemporaryDirectory() as folder:
         common = common_arguments(
-            found,
+            result,
             steps=case.warm + case.updates,
             precision="bf16",
             device=Device(device).torch.type,
@@ -248,12 +248,12 @@ def speed(
     case = Case(shape_of(shape), sequence, rows, rank, way, warm, updates)
     seen = compared(case, device, peers, rounds)
     mine, tokens = seen["ours"], rows * sequence
-    found: Figures = {"tokens": _beside(mine, None, lambda s: [tokens / t for t in s.seconds])}
-    found["memory"] = _beside(mine, None, lambda s: s.bytes)
+    results: Figures = {"tokens": _beside(mine, None, lambda s: [tokens / t for t in s.seconds])}
+    results["memory"] = _beside(mine, None, lambda s: s.bytes)
     for name in peers:
-        found[f"tokens|{name}"] = _beside(mine, seen[name], lambda s: [tokens / t for t in s.seconds])
-        found[f"memory|{name}"] = _beside(mine, seen[name], lambda s: s.bytes)
-    found["published"] = {**found["tokens"], "peer": PUBLISHED_TOKENS}
+        results[f"tokens|{name}"] = _beside(mine, seen[name], lambda s: [tokens / t for t in s.seconds])
+        results[f"memory|{name}"] = _beside(mine, seen[name], lambda s: s.bytes)
+    results["published"] = {**results["tokens"], "peer": PUBLISHED_TOKENS}
     cost = operations(case.shape, rows=rows, sequence=sequence, rank=rank)
     promised = dense_peak(Device(device).model)
     for figure, work, peak in (
@@ -263,12 +263,12 @@ def speed(
         ("mfu_product", cost.causal, best_product(device, tuple(product)) if mine.seconds else None),
     ):
         if mine.reason is not None:
-            found[figure] = {"reason": mine.reason}
+            results[figure] = {"reason": mine.reason}
         elif peak is None:
-            found[figure] = {"reason": "no data sheet's peak is known for this device"}
+            results[figure] = {"reason": "no data sheet's peak is known for this device"}
         else:
-            found[figure] = {"ours": [work / t / 1e12 / peak for t in mine.seconds]}
-    return found | _planned(case, device, mine)
+            results[figure] = {"ours": [work / t / 1e12 / peak for t in mine.seconds]}
+    return results | _planned(case, device, mine)
 
 
 def _planned(case: Case, device: str, mine: Seen) -> Figures:
@@ -287,25 +287,25 @@ def _planned(case: Case, device: str, mine: Seen) -> Figures:
         sizes = read_sizes(folder, adapter).under(LANGUAGE)
     cluster = Cluster.at_hand(detect_devices(device), 1, 1)
     layout = price_layout(RuleSettings(Mesh(), settings(case, device), adapter, LANGUAGE), sizes, cluster)
-    found: Figures = {}
+    results: Figures = {}
     for figure, measured, planned, unit in (
         ("memory_plan", mine.bytes, float(layout.needs.total), 2**30),
         ("seconds_plan", mine.seconds, layout.time.total, 1.0),
     ):
         off = [abs(value / planned - 1) for value in measured]
         middle = statistics.median(measured) / unit
-        found[figure] = {"ours": off, "reason": f"measured {middle:.4g}, planned {planned / unit:.4g}"}
-    return found
+        results[figure] = {"ours": off, "reason": f"measured {middle:.4g}, planned {planned / unit:.4g}"}
+    return results
 
 
 def _beside(mine: Seen, theirs: Seen | None, figure: Callable[[Seen], list[float]]) -> dict[str, Any]:
     """`ours` and `peer`, or for one that is missing the reason."""
-    found: dict[str, Any] = {"ours": figure(mine) or None}
+    results: dict[str, Any] = {"ours": figure(mine) or None}
     reasons = [f"ours: {mine.reason}"] if mine.reason else []
     if theirs is not None:
-        found["peer"] = figure(theirs) or None
+        results["peer"] = figure(theirs) or None
         reasons += [f"peer: {theirs.reason}"] if theirs.reason else []
-    return {**found, **({"reason": "; ".join(reasons)} if reasons else {})}
+    return {**results, **({"reason": "; ".join(reasons)} if reasons else {})}
 
 
 # --------------------------------------------------------------------------------------------- regularizers

@@ -66,19 +66,22 @@ def solve(
 
     sample: pool rows that a baseline's pass is timed on at most, in proportion to all of them.
     """
-    from flatshift.selection.transport import sinkhorn_potentials
+    from flatshift.selection.transport.solver import sinkhorn_potentials
 
     where = Device(device)
     x, y = data(n, m, d, device)
     took, absolute, g = _passes(x, y, epsilon, where, passes)
-    found: Figures = {"pass": {"ours": took}}
+    results: Figures = {"pass": {"ours": took}}
     options: dict[str, Any] = {"epsilon": epsilon, "method": "streamed", "memory_bytes": memory_bytes, "device": device}
     start = where.now()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what was not reached stands in its row
         answer = sinkhorn_potentials(x, y, tolerance=GOAL, overlap=OVERLAP, **options)
-    found["solve"] = {"ours": where.now() - start, "reason": f"{answer.passes} passes, reading the pool once included"}
-    found["error"] = {"ours": answer.marginal_error}
+    results["solve"] = {
+        "ours": where.now() - start,
+        "reason": f"{answer.passes} passes, reading the pool once included",
+    }
+    results["error"] = {"ours": answer.marginal_error}
     if baselines:
         part = x[: min(n, sample)]
         times: dict[str, Callable[[], Figures]] = {
@@ -86,8 +89,8 @@ def solve(
             KEOPS: lambda: _baseline(_online, part, y, g, absolute, where, n, passes),
         }
         for name, run in times.items():
-            found[f"pass|{name}"] = {"ours": took, **run()["pass"]}
-    return found
+            results[f"pass|{name}"] = {"ours": took, **run()["pass"]}
+    return results
 
 
 def agreement(*, device: str, n: int, m: int, d: int = 64, budget: float = 0.05) -> Figures:

@@ -27,6 +27,8 @@ from flatshift.finetune.data.preference import CHOSEN, REJECTED
 from flatshift.finetune.data.rows import Row, form_columns
 from flatshift.finetune.errors import UserError, shorten
 from flatshift.finetune.seeds import derive_seed
+from flatshift.selection.hashing import Shingler
+from flatshift.selection.hygiene.hygiene_config import NearDuplicates
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -338,9 +340,7 @@ class _NearDuplicateFinder:
     """Pairs of rows, of a split and of the training rows, with an estimated Jaccard similarity above a threshold."""
 
     def __init__(self) -> None:
-        from flatshift.selection.hashing import Shingler
         from flatshift.selection.hygiene.duplicates import MinHasher, choose_bands
-        from flatshift.selection.hygiene.hygiene_config import NearDuplicates
 
         self._settings = settings = NearDuplicates()
         self._layout = choose_bands(settings.threshold, settings.permutations, settings.recall)

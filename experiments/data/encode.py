@@ -34,6 +34,7 @@ from flatshift.finetune.data.remote import DataFile, RemoteFile
 from flatshift.finetune.data.rows import Row
 from flatshift.finetune.data.token_cache import TokenCache, content_key
 from flatshift.finetune.errors import UserError, user_path
+from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.tasks import Task
 from flatshift.finetune.tasks.regress import standardised_layer
 
@@ -88,8 +89,6 @@ def encode_rows(
     Raises UserError: as `encode`; or no row of a split is left, because all are bad or, in training, too long; or more
     of a split or source is truncated or dropped than the recipe allows (`TruncationCounts.refuse`).
     """
-    from flatshift.finetune.models.backbone import open_backbone
-
     backbone = open_backbone(recipe.backbone)
     settings: dict[str, Any] = {
         "label_names": labels,
@@ -292,8 +291,6 @@ def open_token_cache(recipe: Recipe) -> tuple[TokenCache, str] | str | None:
 
 def _cache_key(recipe: Recipe, names: Sequence[str | None]) -> str:
     """Return a digest of everything that the encoded splits depend on, except the place of the files."""
-    from flatshift.finetune.models.backbone import open_backbone
-
     data = dataclasses.asdict(recipe.data)
     data.pop("cache")
     # kinds that are not even searched for

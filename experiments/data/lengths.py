@@ -14,6 +14,13 @@ from flatshift.experiments.recipe.schema import Recipe
 from flatshift.finetune.data.columns import ColumnarExamples
 from flatshift.finetune.data.example import Example
 from flatshift.finetune.errors import UserError
+from flatshift.finetune.evaluate.answers import check_prompts_fit
+from flatshift.finetune.figures import format_bytes
+from flatshift.finetune.models.backbone import open_backbone
+from flatshift.finetune.models.families import usable_positions
+from flatshift.finetune.planner.footprint import plan_evaluation, predict_footprint
+from flatshift.finetune.planner.sizes import BackboneSizes
+from flatshift.finetune.train.stage import positions_left
 
 _MAX_REPEATS = 10_000  # times that one optimizer step may use each training example
 _ESTIMATE_MARGIN = 4  # factor by which an estimate of activations must exceed the machine's memory to be refused
@@ -24,8 +31,6 @@ def check_answer_room(recipe: Recipe, splits: Mapping[Split, Sequence[Example]])
     task = recipe.task
     if task.score != "generate":
         return
-    from flatshift.finetune.evaluate.answers import check_prompts_fit
-
     settings = _position_settings(recipe)
     for examples in (sample_train_for_eval(recipe, splits["train"]), splits["dev"], splits["test"]):
         if examples:
@@ -38,10 +43,6 @@ def check_positions(recipe: Recipe) -> None:
     For architectures whose sizes are unknown, the model itself is checked later
     (`flatshift.finetune.train.stage.check_length`).
     """
-    from flatshift.finetune.models.backbone import open_backbone
-    from flatshift.finetune.planner.sizes import BackboneSizes
-    from flatshift.finetune.train.stage import positions_left
-
     try:
         sizes = BackboneSizes.read(open_backbone(recipe.backbone).directory, recipe.adapter)
     except UserError:
@@ -58,9 +59,6 @@ def iter_position_warnings(recipe: Recipe, splits: Iterable[Sequence[Example]]) 
 
     Does not apply to learned position tables: `check_positions` already refuses a larger `train.max_length`.
     """
-    from flatshift.finetune.models.backbone import open_backbone
-    from flatshift.finetune.models.families import usable_positions
-
     limit = usable_positions(open_backbone(recipe.backbone).config)
     longest = max((find_longest_length(examples) for examples in splits), default=0)
     if limit is not None and longest + _count_prefix_positions(recipe) > limit:
@@ -76,10 +74,6 @@ def check_memory(recipe: Recipe, train: Sequence[Example]) -> None:
     Anything that might fit is left to the plan and to the run itself: estimates are rough. Raises UserError.
     """
     from flatshift.finetune.compute.memory import machine_memory
-    from flatshift.finetune.figures import format_bytes
-    from flatshift.finetune.models.backbone import open_backbone
-    from flatshift.finetune.planner.footprint import predict_footprint
-    from flatshift.finetune.planner.sizes import BackboneSizes
 
     settings, memory = recipe.train, machine_memory()
     update = settings.batch_size * settings.accumulate
@@ -127,10 +121,6 @@ def format_evaluation_plan(
 
     share: ranks that have different rows. seconds: predicted time of an optimizer step, if known.
     """
-    from flatshift.finetune.models.backbone import open_backbone
-    from flatshift.finetune.planner.footprint import plan_evaluation
-    from flatshift.finetune.planner.sizes import BackboneSizes
-
     task, train = recipe.task, recipe.train
     train_rows, cold_rows = sample_train_for_eval(recipe, splits["train"]), splits["test"] or splits["dev"]
     evaluated = {"train": train_rows, "dev": splits["dev"], "test": splits["test"]}
@@ -174,8 +164,6 @@ def _count_tokens(examples: Sequence[Example]) -> int:
 
 def _position_settings(recipe: Recipe) -> SimpleNamespace:
     """Return a stand-in for the model, with the attributes that determine its positions."""
-    from flatshift.finetune.models.backbone import open_backbone
-
     return SimpleNamespace(
         config=open_backbone(recipe.backbone).config,
         soft_tokens=_count_prefix_positions(recipe),

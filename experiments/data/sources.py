@@ -22,6 +22,7 @@ from flatshift.finetune.data.example import Example
 from flatshift.finetune.data.mixture import Mixture, SampleProportions
 from flatshift.finetune.data.rows import Row, limit_rows, read_rows, require_rows
 from flatshift.finetune.errors import UserError
+from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.seeds import derive_seed
 from flatshift.finetune.tasks import Task
 
@@ -271,8 +272,6 @@ def check_eos_counts(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> Non
     of end-of-sequence tokens, such as pairs and single texts. Raises UserError."""
     if not recipe.task.traits.is_sequence_level:
         return
-    from flatshift.finetune.models.backbone import open_backbone
-
     token = open_backbone(recipe.backbone).judged_token
     for examples in splits if token is not None else ():
         rows = ColumnarExamples.of(examples).ragged("input_ids")
@@ -313,8 +312,6 @@ def build_preview_loader(
 
     seed: of the stage. Raises UserError as `TrainingDataLoader` does.
     """
-    from flatshift.finetune.models.backbone import open_backbone
-
     settings, task = recipe.train, recipe.task
     masking = task.masking(open_backbone(recipe.backbone).tokenizer) if task.traits.masks_tokens else None
     return TrainingDataLoader(

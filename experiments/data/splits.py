@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flatshift.experiments.data.checks import (
     Finding,
@@ -51,12 +51,11 @@ from flatshift.finetune.data.preference import swap_answers
 from flatshift.finetune.data.rows import Row, read_rows, require_rows
 from flatshift.finetune.data.token_cache import CacheError
 from flatshift.finetune.errors import UserError
+from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.seeds import derive_seed
 from flatshift.finetune.tasks import Task
 from flatshift.finetune.tasks.regress import standardised_layer
-
-if TYPE_CHECKING:
-    from flatshift.finetune.train.trace.examples import Recording
+from flatshift.finetune.train.trace.examples import Recording
 
 
 @dataclass(frozen=True)
@@ -264,8 +263,6 @@ def _with_notes(prepared: PreparedData, notes: Sequence[str]) -> PreparedData:
 
 def _prepare(recipe: Recipe, folder: Path | None) -> tuple[PreparedData, dict[str, Any]]:
     """Return the encoded splits, in `folder` if given, and everything else about them as plain values."""
-    from flatshift.finetune.models.backbone import open_backbone
-
     noise, task = recipe.data.label_noise, recipe.task
     paths = [str(path) for path in input_paths(recipe)]
     flipped: list[str] = []
@@ -400,8 +397,6 @@ def choose_recording(recipe: Recipe, prepared: PreparedData) -> Recording | None
     """Return the rows to record for the `record` block; None without it."""
     if recipe.record is None:
         return None
-    from flatshift.finetune.train.trace.examples import Recording
-
     return Recording.choose(
         recipe.record,
         train=prepared.train,

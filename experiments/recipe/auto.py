@@ -18,9 +18,15 @@ from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch, Tree, from_override, merge, parse_file
 from flatshift.finetune import assets
 from flatshift.finetune.config import Mesh, Precision, Train
+from flatshift.finetune.data.chat.template import AUTO, describe_template, resolve_template
 from flatshift.finetune.errors import UserError, user_path
+from flatshift.finetune.figures import format_bytes
 from flatshift.finetune.launch import consistency, job, spawn
+from flatshift.finetune.models.families import LEAKS_PACKED
+from flatshift.finetune.planner.footprint import predict_footprint
 from flatshift.finetune.planner.layouts import AXES, resolve_mesh
+from flatshift.finetune.planner.rules import RuleSettings, broken_rule
+from flatshift.finetune.planner.sizes import BackboneSizes
 
 PRECISION, BACKBONE = "precision", "backbone_precision"
 
@@ -147,11 +153,7 @@ def _choose_precision(
 
 def _choose_backbone_precision(recipe: Recipe) -> tuple[str, str]:
     """Return `train.backbone_precision` for `auto`, and the reason: bf16 weights only where float32 ones do not fit."""
-    from flatshift.finetune.figures import format_bytes
     from flatshift.finetune.planner.devices import detect_devices
-    from flatshift.finetune.planner.footprint import predict_footprint
-    from flatshift.finetune.planner.rules import RuleSettings, broken_rule
-    from flatshift.finetune.planner.sizes import BackboneSizes
 
     train = recipe.train
     narrow = dataclasses.replace(train, backbone_precision="bf16")
@@ -180,7 +182,6 @@ def _resolve_template(resolved: Resolved, log: Callable[[str], None]) -> Resolve
     recipe, name = resolved.recipe, resolved.recipe.task.template
     if not recipe.task.input_format.uses_chat_template:
         return resolved
-    from flatshift.finetune.data.chat.template import AUTO, describe_template, resolve_template
     from flatshift.finetune.models.backbone import open_backbone
 
     try:
@@ -198,7 +199,6 @@ def _resolve_template(resolved: Resolved, log: Callable[[str], None]) -> Resolve
 def _resolve_packing(resolved: Resolved, log: Callable[[str], None]) -> Resolved:
     """Set `task.pack: false` where packing is a default and the backbone's samples would see each other."""
     from flatshift.finetune.models.backbone import open_backbone
-    from flatshift.finetune.models.families import LEAKS_PACKED
 
     recipe = resolved.recipe
     if not recipe.task.pack or is_given(resolved, "task.pack"):

@@ -516,8 +516,7 @@ def read_template_file(recipe: Recipe) -> dict[str, str]:
 def with_template_copy(run: Path, recipe: Recipe) -> Recipe:
     """Return `recipe` with the copy of its template in the run directory `run`.
 
-    Raises UserError if the template (for runs of earlier versions: the live file) differs from the digest in
-    manifest.json.
+    Raises UserError if the template differs from the digest in manifest.json.
     """
     task, file = recipe.task, run / "manifest.json"
     if has_template_file(recipe) and (run / COPY).is_file():

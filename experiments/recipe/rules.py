@@ -11,8 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flatshift.experiments.recipe.schema import Recipe, WarmUp, warm_up_task
+from flatshift.finetune.compute.cuda_status import resolve_device
 from flatshift.finetune.errors import UserError
+from flatshift.finetune.models.backbone import check_task, open_backbone
+from flatshift.finetune.models.quantize import check_available
 from flatshift.finetune.planner.rules import RuleSettings, check_settings
+from flatshift.finetune.train.trackers import check_trackers
+from flatshift.regularizers import build as build_regularizer
 from flatshift.selection.config import GotD
 
 COMPILED_REGULARIZERS = ("plain", "ggpo", "flat-lora")
@@ -206,12 +211,8 @@ def check_rules(recipe: Recipe, rules: Iterable[RecipeRule] = RULES) -> None:
 def check_recipe(recipe: Recipe) -> None:
     """Raise UserError for a recipe that no run can carry out: conflicting settings, a missing package, an invalid
     regularizer setting, or a task that the backbone has no class for."""
-    from flatshift.finetune.compute.cuda_status import resolve_device
-    from flatshift.finetune.models.quantize import check_available
     from flatshift.finetune.train.optimizer import check_optimizer
     from flatshift.finetune.train.stage import check_metric
-    from flatshift.finetune.train.trackers import check_trackers
-    from flatshift.regularizers import build as build_regularizer
 
     build_regularizer(recipe.regularizer)
     check_settings(RuleSettings.of(recipe))
@@ -235,8 +236,6 @@ def check_recipe(recipe: Recipe) -> None:
 
 def _check_warm_up(recipe: Recipe, warmup: WarmUp) -> None:
     """Refuse a warm-up that the backbone cannot be trained with, and a fine-tune that would fail after it."""
-    from flatshift.finetune.models.backbone import check_task, open_backbone
-
     recipe.task.traits.refuse("warmup")
     if open_backbone(recipe.backbone).has_both_sides:
         raise UserError(

@@ -380,10 +380,17 @@ def warm_up_task(recipe: Recipe) -> tuple[LanguageModel | MaskedLM, str]:
 def dotted_keys() -> tuple[str, ...]:
     """Return every key that takes a value, such as `train.steps`, in the order of the dataclasses; for a component with
     kinds, the settings of all kinds."""
-    return tuple(dict.fromkeys(_iter_dotted_keys(Recipe, "")))
+    return tuple(dict.fromkeys(key for key, _ in _iter_dotted_keys(Recipe, "")))
 
 
-def _iter_dotted_keys(cls: type, path: str) -> typing.Iterator[str]:
+@functools.cache
+def list_keys() -> frozenset[str]:
+    """Return the keys of `dotted_keys` that take several values."""
+    return frozenset(key for key, takes_list in _iter_dotted_keys(Recipe, "") if takes_list)
+
+
+def _iter_dotted_keys(cls: type, path: str) -> typing.Iterator[tuple[str, bool]]:
+    """Yield each key, and True if it takes a list."""
     hints = typing.get_type_hints(cls)
     for entry in dataclasses.fields(cls):
         key = f"{path}.{setting_key(entry.name)}" if path else entry.name
@@ -393,7 +400,7 @@ def _iter_dotted_keys(cls: type, path: str) -> typing.Iterator[str]:
         for component in components:
             yield from _iter_dotted_keys(typing.cast(type, component), key)
         if not components:
-            yield key
+            yield key, any(typing.get_origin(option) is tuple for option in (hint, *options))
 
 
 def format_keys_by_block(width: int = 100) -> str:

@@ -51,12 +51,7 @@ def decimals_for(half_width: float | None, value: float) -> int:
 
 
 def estimate(
-    value: float,
-    low: float | None = None,
-    high: float | None = None,
-    *,
-    plus: bool = False,
-    decimals: int | None = None,
+    value: float, low: float | None = None, high: float | None = None, *, plus: bool = False
 ) -> tuple[str, str]:
     """Return (value, "low to high") with a common number of decimals, or as powers of ten if one is 1e9 or more. The
     second text is empty without an interval or for one of zero width."""
@@ -67,7 +62,7 @@ def estimate(
     if max(abs(value), abs(low), abs(high)) >= 1e9:
         texts = [(signed_number if plus else number)(x) for x in (value, low, high)]
     else:
-        decimals = decimals_for((high - low) / 2, value) if decimals is None else decimals
+        decimals = decimals_for((high - low) / 2, value)
         sign = "+" if plus else ""
         # Adding 0.0 turns a rounded −0.00 into 0.00.
         texts = [f"{round(x, decimals) + 0.0:{sign},.{decimals}f}".replace("-", "−") for x in (value, low, high)]
@@ -96,15 +91,6 @@ def mean_and_interval(figure: Mapping[str, Any] | None, scale: float = 1.0, *, p
     low, high = (None if figure[k] is None else scale * figure[k] for k in ("low", "high"))
     mean, interval = estimate(scale * figure["value"], low, high, plus=plus)
     return mean, interval or "–"
-
-
-def common_decimals(intervals: Sequence[tuple[float, float | None, float | None]]) -> int:
-    """Return one number of decimals for many (value, low, high), chosen by their median half width."""
-    widths = sorted(
-        (high - low) / 2 for _, low, high in intervals if low is not None and high is not None and high > low
-    )
-    largest = max((abs(value) for value, _, _ in intervals), default=0.0)
-    return decimals_for(widths[len(widths) // 2] if widths else None, largest)
 
 
 def percent(share: float | None) -> str:

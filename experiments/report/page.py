@@ -22,9 +22,9 @@ _OURS, _HEAD = b'<meta name="generator" content="flatshift"', 4096
 def build_report(paths: Sequence[str | Path], *, out: str | Path, plots: bool = False) -> Path:
     """Write one offline page about the runs in `paths` to `out` atomically and return `out`.
 
-    paths: run directories of `train`, `select` or `sweep`, studies, or folders that hold several of these. Only files
-    of the run directory contract are read; missing ones are left out of the page. Several training runs are first
-    compared side by side. The same files give the same bytes.
+    paths: directories of `train`, `select`, `sweep` or `compare`, or folders that hold several of these. Only files of
+    the run directory contract are read; missing ones are left out of the page. Several training runs are first compared
+    side by side. The same files give the same bytes.
 
     plots: also write the charts of each run directory to its `plots/`, as SVG files.
 

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
+from flatshift.finetune.atomic import read_json_object
 from flatshift.finetune.digests import verify_sealed
 from flatshift.finetune.errors import UserError
 
@@ -32,22 +33,9 @@ FORECAST = "forecast.json"
 """Forecast of a recipe, next to the tables of its predicted cells."""
 
 
-def cell_status(result: dict[str, Any]) -> Status:
-    """Return the status of a cell from its result or its row of a table, as written by any version."""
-    status = result["status"]
-    if status == "failed" and result.get("diverged"):
-        return "diverged"
-    return "failed" if status in ("refused", "crashed") else status
-
-
 def unreached_status(status: str) -> str:
     """Return the status for the steps that a cell of this status did not reach."""
     return "stopped early" if status == "done" else status
-
-
-def result_files(directory: Path) -> tuple[Path, Path]:
-    """Return the possible paths of a cell's result: in `directory`, or next to it if only the result was kept."""
-    return directory / RESULT, directory.with_name(f"{directory.name}.json")
 
 
 def read_result(directory: Path) -> dict[str, Any] | None:
@@ -55,32 +43,28 @@ def read_result(directory: Path) -> dict[str, Any] | None:
 
     Raises UserError if the file is not a result, or if it or a record of the cell was changed.
     """
-    for path in result_files(directory):
-        fix = f"delete the cell's {path.name}, and the same command runs the cell again"
-        try:
-            result = json.loads(path.read_bytes())
-            if not result.keys() >= {"status", "reason"}:
-                raise ValueError("keys are missing")
-        except FileNotFoundError:
-            continue
-        except (ValueError, AttributeError, RecursionError) as error:
-            raise UserError(f"{path}: not a cell's result ({error}); {fix}") from None
-        result = verify_sealed(path, result, fix=fix)
-        return {**result, "status": cell_status(result)}
-    return None
+    path = directory / RESULT
+    if not path.is_file():
+        return None
+    fix = "delete it, and the same command runs the cell again"
+    return verify_sealed(path, read_json_object(path, "status", "reason", fix=fix), fix=fix)
+
+
+def result_metrics(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `<split>.<metric>` of a finished cell; classes also get `error`, and the number of its items."""
+    values: dict[str, Any] = {}
+    for split, metrics in result["metrics"].items():
+        for name, metric in metrics.items():
+            values[f"{split}.{name}"] = None if metric["value"] is None else float(metric["value"])
+        if (accuracy := values.get(f"{split}.accuracy")) is not None:
+            values |= {f"{split}.error": 1.0 - accuracy, f"{split}.error.items": metrics["accuracy"].get("n")}
+    return values
 
 
 def read_marker(out: Path) -> dict[str, Any]:
     """Return sweep.json unchanged. Raises UserError if it is unreadable or has a format unknown to this code."""
     path = out / MARKER
-    try:
-        marker = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(marker, dict):
-            raise ValueError("not an object")
-    except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"{path}: not valid JSON ({error}); delete it and run the sweep again, which keeps its cells"
-        ) from None
+    marker = read_json_object(path, fix="delete it and run the sweep again, which keeps its cells")
     if (written := marker.get("format")) != FORMAT:
         raise UserError(
             f"{path} has format {written}, and this flatshift ({flatshift_version()}) knows {FORMAT}; continue with "

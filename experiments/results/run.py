@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import re
@@ -29,12 +30,12 @@ from flatshift.finetune.run_directory import RECIPE, drop_rolled_back, parse_met
 from flatshift.finetune.tasks import KINDS, BaseTask
 
 _FILES = (
-    "recipe.resolved.yaml", "metrics.jsonl", "eval.json", "scores.parquet", "cells.parquet", "study.json",
-    "comparison.json", "evaluation.json", "tokenizers.json",
+    "recipe.resolved.yaml", "metrics.jsonl", "eval.json", "scores.parquet", "cells.parquet", "comparison.json",
+    "evaluation.json", "tokenizers.json",
 )  # fmt: skip
 """Files of which a directory that can be shown has at least one (or `cells`)."""
 _INNER_FOLDERS = {"cells", "runs", "stages", "selection"}
-"""Folders that are never opened as runs: they belong to the run, sweep or study above them."""
+"""Folders that are never opened as runs: they belong to the run, sweep or comparison above them."""
 _MAX_RECORDS = 1000  # selected records listed on a page
 _MAX_DEPTH = 6  # of folders that are listed
 
@@ -109,28 +110,6 @@ class SelectionResults:
     def judged_only(self) -> bool:
         """True if the domains come from tags that were hidden from the selector."""
         return bool(self.hidden_domains) and not self._has_domain_column
-
-
-@dataclass(frozen=True)
-class Study:
-    """Contents of study.json: cells of warm-up × regularizer × seed with their metrics."""
-
-    cells: list[dict[str, Any]]
-    floor: dict[str, float]
-    about: dict[str, Any]
-
-    @property
-    def metrics(self) -> list[str]:
-        names = dict.fromkeys(name for cell in self.cells for name in cell["metrics"])
-        return [m for m in names if any(_is_finite(c["metrics"].get(m)) for c in self.cells)]
-
-    def values(self, warmup: str, regularizer: str, metric: str) -> dict[int, float]:
-        """Return seed → value of one arm, finite values only."""
-        return {
-            c["seed"]: float(c["metrics"][metric])
-            for c in self.cells
-            if c["warmup"] == warmup and c["regularizer"] == regularizer and _is_finite(c["metrics"].get(metric))
-        }
 
 
 @dataclass(frozen=True)
@@ -216,11 +195,6 @@ class RunResults:
         return None
 
     @cached_property
-    def study(self) -> Study | None:
-        path = self.path / "study.json"
-        return _read_study(path) if path.is_file() else None
-
-    @cached_property
     def comparison(self) -> dict[str, Any]:
         """Result of `flatshift compare`; empty for any other directory."""
         return read_object(self.path / "comparison.json")
@@ -237,8 +211,7 @@ class RunResults:
 
     @cached_property
     def sweep(self) -> SweepData | None:
-        # Cells of a study or a comparison are not a grid: its document describes them.
-        return None if self.comparison or (self.path / "study.json").is_file() else read_sweep(self.path)
+        return None if self.comparison else read_sweep(self.path)  # cells of a comparison are not a grid
 
     @cached_property
     def shift(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -371,29 +344,13 @@ def _first_records(path: Path, count: int) -> list[dict[str, Any]]:
     return records
 
 
-def _read_study(path: Path) -> Study:
-    tree = read_object(path)
-    cells = tree.get("cells")
-    if not isinstance(cells, list):
-        raise UserError(f"{path}: no list `cells`; run the study again")
-    for i, cell in enumerate(cells):
-        good = isinstance(cell, dict) and isinstance(cell.get("metrics"), dict) and isinstance(cell.get("seed"), int)
-        if not good or not all(isinstance(cell.get(k), str) for k in ("warmup", "regularizer")):
-            raise UserError(f"{path}: cells[{i}] needs warmup, regularizer, seed and metrics; run the study again")
-    floor = tree.get("floor")
-    if _is_finite(floor):
-        floor = {"accuracy": floor}
-    floors = {k: float(v) for k, v in floor.items() if _is_finite(v)} if isinstance(floor, dict) else {}
-    return Study(cells, floors, {k: v for k, v in tree.items() if k not in ("cells", "floor")})
-
-
 def is_run(path: Path) -> bool:
     """True if `path` contains any file that the report can show."""
     return any((path / name).is_file() for name in _FILES) or (path / "cells").is_dir()
 
 
 def find_runs(paths: Sequence[Path]) -> list[RunResults]:
-    """Find the runs in `paths`, in order: each path itself, and the runs directly inside a plain folder or a study.
+    """Find the runs in `paths`, in order: each path itself, or the runs directly inside a plain folder.
 
     Raises UserError naming the nearest run directory.
     """
@@ -403,10 +360,10 @@ def find_runs(paths: Sequence[Path]) -> list[RunResults]:
             raise UserError(f"{path}: no such run directory{_nearest_hint(path)}")
         if not path.is_dir():
             raise UserError(f"{path}: a file, not a run directory; give its folder {path.parent}")
-        directories = [path] if is_run(path) else []
-        if not directories or (path / "study.json").is_file():
+        directories = [path]
+        if not is_run(path):
             inner = (p for p in path.iterdir() if p.is_dir() and p.name[0] != "." and p.name not in _INNER_FOLDERS)
-            directories += filter(is_run, sorted(inner))
+            directories = list(filter(is_run, sorted(inner)))
         if not directories:
             *names, last = ("cells/" if name == "cells.parquet" else name for name in _FILES)
             expected = f"{', '.join(names)} or {last}"
@@ -420,8 +377,6 @@ def find_runs(paths: Sequence[Path]) -> list[RunResults]:
 
 
 def _nearest_hint(path: Path) -> str:
-    import difflib
-
     path = path.absolute()
     for parent in list(path.parents)[:3]:
         if is_run(parent):
@@ -488,10 +443,9 @@ def list_directories(folder: Path) -> list[DirectoryEntry]:
 
 
 def _iter_runs(folder: Path, depth: int) -> Iterator[Path]:
-    is_result = is_run(folder)
-    if is_result:
+    if is_run(folder):
         yield folder
-    if depth and (not is_result or (folder / "study.json").is_file()):
+    elif depth:
         skipped = _INNER_FOLDERS | {"adapter", "state", "plots", "initial"}
         for path in sorted(folder.iterdir()):
             if path.is_dir() and not path.is_symlink() and path.name[0] != "." and path.name not in skipped:
@@ -501,8 +455,7 @@ def _iter_runs(folder: Path, depth: int) -> Iterator[Path]:
 def _run_entry(run: RunResults, name: str) -> DirectoryEntry:
     created = str(run.environment.get("created") or run.manifest.get("created") or "") or _modified_time(run.path)
     date = created.replace("+00:00", "Z")
-    kinds = {"comparison": run.comparison, "study": (run.path / "study.json").is_file(), "evaluation": run.evaluation}
-    for kind, present in kinds.items():
+    for kind, present in {"comparison": run.comparison, "evaluation": run.evaluation}.items():
         if present:
             return DirectoryEntry(name, kind, "finished", date=date)
     if (run.path / MARKER).is_file() or (run.path / "cells").is_dir():

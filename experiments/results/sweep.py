@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import itertools
 import json
 import math
 import statistics
@@ -11,21 +9,18 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyarrow import json as arrow_json
 
-from flatshift.experiments.results.cells import cell_status, read_marker, unreached_status
+from flatshift.experiments.results.cells import RESULT, read_marker, read_result, result_metrics, unreached_status
 from flatshift.experiments.results.table import Setting, SweepTable, encode_column, float_column, read_parquet
-from flatshift.finetune.digests import verify_sealed
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.metrics import METRICS, find_metric, loss_form
-from flatshift.finetune.run_directory import TRACE
+from flatshift.finetune.train.trace.files import ABOUT, align_to_plan, read_trace, stability_threshold
 
 STEP = "step"
 """Axis of a trace: finished optimizer steps."""
@@ -37,10 +32,7 @@ INTERPOLATION = 0.1
 
 @dataclass(frozen=True)
 class FailedCell:
-    """Cell without metrics, and the reason.
-
-    diverged: its loss or a gradient was not finite; also False if tables of an earlier version do not record it.
-    """
+    """Cell without metrics, and the reason. diverged: its loss or a gradient was not finite."""
 
     cell: str
     setting: dict[str, Any]
@@ -99,14 +91,14 @@ class SweepData(SweepTable):
     @cached_property
     def failed(self) -> list[FailedCell]:
         """Cells that failed, in file order; a cell that has not run yet is not among them."""
-        names = [n for n in ("cell", "status", "reason", "diverged") if n in self.table.column_names]
+        names = [n for n in ("cell", "status", "reason") if n in self.table.column_names]
         return [
             FailedCell(
                 str(row.get("cell", "?")),
                 {a: self._levels[a][self._codes[a][i]] for a in self.axes},
                 self._levels["seed"][self._codes["seed"][i]],
                 str(row.get("reason") or "no reason was recorded"),
-                row["status"] == "diverged" or row.get("diverged") is True,
+                row["status"] == "diverged",
             )
             for i, row in enumerate(self.table.select(names).to_pylist())
             if row.get("status") in ("failed", "diverged")
@@ -161,13 +153,11 @@ def read_sweep(folder: Path) -> SweepData | None:
     cells/<hash>/result.json and trace.jsonl. Axes are the keys of `grid` in sweep.json or, without it, every dotted
     column that is not `<split>.<metric>` (`train.steps` is an axis, `train.loss` is not).
     """
-    from flatshift.finetune.train.trace.files import stability_threshold
-
     if not (folder / "cells.parquet").is_file() and not (folder / "cells").is_dir():
         return None
     plan = read_plan(folder / "sweep.json")
     searched, epsilon = _read_bisection(folder / "emc.json")
-    planned = _count_planned_cells(plan)
+    planned: int | None = plan.get("cells")
     files = tuple(n for n in ("cells.parquet", "curves.parquet", "points.csv") if (folder / n).is_file())
     cells, curves = (
         read_parquet(folder / name, fix=AGAIN) if name in files else None
@@ -180,19 +170,16 @@ def read_sweep(folder: Path) -> SweepData | None:
             curves = curves.filter(pc.is_in(curves.column("cell"), value_set=cells.column("cell").combine_chunks()))
     late: list[Path] = []
     if cells is None or (planned is not None and cells.num_rows < planned):
-        late = [f for f in sorted((folder / "cells").glob("*/result.json")) if f.parent.name not in known]
+        late = [f.parent for f in sorted((folder / "cells").glob(f"*/{RESULT}")) if f.parent.name not in known]
     rows = filter_planned_rows(map(_result_row, late), plan)
     requested = plan.get("metric")
     metric = loss_form(requested) if isinstance(requested, str) and requested in METRICS else None
-    cells = _with_errors(_concat([cells], rows), metric)
+    cells = _with_metric_loss(_concat([cells], rows), metric)
     axes, fixed = _split_axes(cells, plan)
     together: list[CoupledAxis] = []
     if plan.get("design") == "paired":
         axes, together = _split_coupled_axes(cells, axes)
-    late = [folder / "cells" / str(row["cell"]) for row in rows]
-    recorded = curves.column(STEP).unique().to_pylist() if curves is not None and STEP in curves.column_names else []
-    traces, rows = _read_late_traces(late, cells, axes, [int(step) for step in recorded if step is not None])
-    curves = _concat([curves, *traces], rows)
+    curves = _concat([curves], _read_late_traces(folder, [str(row["cell"]) for row in rows], cells, axes, curves))
     # Steps restart in each stage, and only the last one trains on the task's labels.
     if "stage" in curves.column_names and len(stages := curves.column("stage").unique()) > 1:
         curves = curves.filter(pc.equal(curves.column("stage"), stages[-1]))
@@ -246,34 +233,27 @@ def to_array(values: list[Any]) -> pa.Array:
     return pa.array([None if v is None else str(v) for v in values])
 
 
-def _with_errors(table: pa.Table, metric: str | None) -> pa.Table:
-    """Add error = 1 − accuracy where only accuracy was measured, and likewise for the requested metric's loss form."""
-    derived = {"accuracy": "error"}
-    if metric is not None and metric not in METRICS:
-        derived[next(name for name in METRICS if loss_form(name) == metric)] = metric
-    for split, (score, loss) in itertools.product(SPLITS, derived.items()):
-        name = f"{split}.{loss}"
-        if f"{split}.{score}" not in table.column_names:
-            continue
-        error = float_column(table, name)
-        error = np.where(np.isfinite(error), error, 1 - float_column(table, f"{split}.{score}"))
-        at = table.schema.get_field_index(name)
-        table = table.append_column(name, pa.array(error)) if at < 0 else table.set_column(at, name, pa.array(error))
+def _with_metric_loss(table: pa.Table, metric: str | None) -> pa.Table:
+    """Add the loss form of the requested metric, 1 − its value, where only the metric itself was measured."""
+    if metric is None or metric in METRICS:
+        return table
+    score = next(name for name in METRICS if loss_form(name) == metric)
+    for split in SPLITS:
+        name = f"{split}.{metric}"
+        if f"{split}.{score}" in table.column_names and name not in table.column_names:
+            table = table.append_column(name, pa.array(1 - float_column(table, f"{split}.{score}")))
     return table
 
 
-def _result_row(file: Path) -> dict[str, Any]:
+def _result_row(directory: Path) -> dict[str, Any]:
+    result = read_result(directory)
+    assert result is not None
     try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
-        row = {"cell": file.parent.name, **tree["point"], "seed": tree["seed"], "status": cell_status(tree)}
-        row |= {key: tree.get(key) for key in ("reason", "seconds", "flatshift")}
-        for split, metrics in tree["metrics"].items():
-            row |= {f"{split}.{name}": cell["value"] for name, cell in metrics.items()}
-            row[f"{split}.error.items"] = metrics.get("accuracy", {}).get("n")
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise UserError(f"{file}: not a cell result; delete it and run the sweep again") from error
-    verify_sealed(file, tree, fix="delete it and run the sweep again")
-    return row
+        row = {"cell": directory.name, **result["point"], "seed": result["seed"]}
+        row |= {key: result.get(key) for key in ("status", "reason", "seconds", "flatshift")}
+        return row | result_metrics(result)
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UserError(f"{directory / RESULT}: not a cell result; delete it and run the sweep again") from error
 
 
 def add_derived_metrics(data: SweepData) -> None:
@@ -364,18 +344,6 @@ def _valid_epsilon(record: Mapping[str, Any]) -> float | None:
     return float(epsilon) if isinstance(epsilon, int | float) and 0 < epsilon < 1 else None
 
 
-def _count_planned_cells(plan: dict[str, Any]) -> int | None:
-    """Return the number of cells in the plan, if it can be derived."""
-    if isinstance(plan.get("cells"), int):
-        return int(plan["cells"])
-    grid, seeds = plan.get("grid"), plan.get("seeds")
-    if not isinstance(grid, dict) or not isinstance(seeds, int) or plan.get("design", "grid") not in ("grid", "paired"):
-        return None
-    lengths = [len(values) for values in grid.values()]
-    points = math.prod(lengths) if plan.get("design", "grid") == "grid" else max(lengths, default=0)
-    return points * seeds or None
-
-
 def filter_planned_rows(rows: Iterable[dict[str, Any]], plan: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the finished cells that belong to the plan: a directory may also hold cells of an earlier grid.
 
@@ -418,103 +386,38 @@ def _adam_beta1(recipe: Path) -> float:
         return 0.9
 
 
-_BATCH = 1000  # files parsed at once: one file of unusual form only slows its own batch
-
-
 def _read_late_traces(
-    folders: Sequence[Path], cells: pa.Table, axes: Sequence[str], steps: Iterable[int]
-) -> tuple[list[pa.Table], list[dict[str, Any]]]:
-    """Return the curves.parquet content of cells missing from it: complete traces as tables, all others as rows.
+    folder: Path, late: Sequence[str], cells: pa.Table, axes: Sequence[str], curves: pa.Table | None
+) -> list[dict[str, Any]]:
+    """Return the rows that curves.parquet lacks: the traces of the `late` cells.
 
     A cell that failed or stopped early gets rows without metrics for the planned steps it did not reach: those of its
-    trace.json or, if it ended before that was written, the `steps` that others recorded.
+    trace.json or, if it ended before that was written, the steps that others recorded.
 
     Raises:
         UserError: a line that is not a JSON object, other than a torn last one.
     """
-    if not folders:
-        return [], []
-    names = [n for n in ("cell", "seed", "status", "diverged", *axes) if n in cells.column_names]
-    records = cells.select(names)
-    positions = {key: at for at, key in enumerate(records.column("cell").to_pylist())}
-    settings = records.select([n for n in names if n not in ("status", "diverged")])
-    tables: list[pa.Table] = []
-    others: list[Path] = []
-    for start in range(0, len(folders), _BATCH):
-        batch = folders[start : start + _BATCH]
-        lines, counts = _read_complete(batch)
-        others += [folder for folder in batch if folder not in counts]
-        if lines is None:
-            continue
-        rows = np.repeat([positions[folder.name] for folder in counts], list(counts.values()))
-        head = settings.take(pa.array(rows))
-        tables.append(pa.table([*head.columns, *lines.columns], names=[*head.column_names, *lines.column_names]))
-    known = {*steps, *(step for table in tables for step in table.column(STEP).unique().to_pylist())}
-    return tables, _read_individually(others, records, positions, known)
-
-
-def _read_complete(folders: Sequence[Path]) -> tuple[pa.Table | None, dict[Path, int]]:
-    """Return the traces that can be parsed unchanged, and the number of lines per folder; (None, {}) without any.
-
-    Such a trace has one line for each step that trace.json names, in its order; nothing was undone or rewritten.
-    """
-
-    pieces: list[bytes] = []
-    planned: dict[Path, list[int]] = {}
-    for folder in folders:
-        steps, file = _planned_steps(folder), folder / TRACE
-        lines = file.read_bytes() if steps and file.is_file() else b""
-        if steps and lines.endswith(b"\n") and lines.count(b"\n") == len(steps) and b"rewound_to" not in lines:
-            pieces.append(lines)
-            planned[folder] = steps
-    table = _parse_lines(b"".join(pieces))
-    ends = np.cumsum([0, *map(len, planned.values())]).tolist()
-    if table is None or table.num_rows != ends[-1]:
-        return None, {}
-    recorded = table.column(STEP).to_pylist()
-    good = [recorded[i:j] == steps for (i, j), steps in zip(pairwise(ends), planned.values(), strict=True)]
-    counts = {folder: len(steps) for (folder, steps), right in zip(planned.items(), good, strict=True) if right}
-    if not counts:
-        return None, {}
-    return table.filter(pa.array(np.repeat(good, np.diff(ends)))), counts
-
-
-def _parse_lines(lines: bytes) -> pa.Table | None:
-    """Parse JSON lines to a table of numbers and plain text; None for anything else, or if a step is missing."""
-    try:
-        table = arrow_json.read_json(io.BytesIO(lines), read_options=arrow_json.ReadOptions(use_threads=False))
-    except pa.ArrowException:
-        return None
-    types = [field.type for field in table.schema]
-    if any(pa.types.is_nested(t) or pa.types.is_temporal(t) for t in types):
-        return None
-    return table if STEP in table.column_names and pa.types.is_integer(table.column(STEP).type) else None
-
-
-def _read_individually(
-    folders: Sequence[Path], records: pa.Table, positions: dict[str, int], known: set[int]
-) -> list[dict[str, Any]]:
-    """Return rows of the traces in `folders`; of two lines for a step the later one counts."""
-    from flatshift.finetune.train.trace.files import align_to_plan, read_trace
-
-    traces = {folder: read_trace(folder) for folder in folders}
-    known = {*known, *(int(line[STEP]) for lines in traces.values() for line in lines if STEP in line)}
+    if not late:
+        return []
+    names = [name for name in ("cell", "seed", "status", *axes) if name in cells.column_names]
+    records = {record["cell"]: record for record in cells.select(names).to_pylist()}
+    traces = {cell: read_trace(folder / "cells" / cell) for cell in late}
+    known = {int(line[STEP]) for lines in traces.values() for line in lines if STEP in line}
+    if curves is not None and STEP in curves.column_names:
+        known |= {int(step) for step in curves.column(STEP).unique().to_pylist() if step is not None}
     rows = []
-    for folder, lines in traces.items():
-        (row,) = records.slice(positions[folder.name], 1).to_pylist()
-        status = cell_status({"status": row.pop("status", None), "diverged": row.pop("diverged", None)})
-        planned = _planned_steps(folder)
+    for cell, lines in traces.items():
+        record = records[cell]
+        status = record.pop("status")
+        planned = _planned_steps(folder / "cells" / cell)
         if planned is None:
             planned = [] if status == "done" else sorted(known)
-        rows += [
-            {**row, **line} for line in (align_to_plan(lines, planned, unreached_status(status)) if planned else lines)
-        ]
+        lines = align_to_plan(lines, planned, unreached_status(status)) if planned else lines
+        rows += [{**record, **line} for line in lines]
     return rows
 
 
 def _planned_steps(folder: Path) -> list[int] | None:
-    from flatshift.finetune.train.trace.files import ABOUT
-
     try:
         steps = json.loads((folder / ABOUT).read_text(encoding="utf-8"))["steps"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

@@ -56,15 +56,10 @@ class SweepTable:
             self._levels[axis], self._codes[axis] = encode_column(table, axis)
         self._columns: dict[str, np.ndarray] = {}
         self._rows: dict[tuple, np.ndarray] = {}
-        absent = [None] * table.num_rows
-        # Rows of cells have a column for this; rows of steps have it in their status.
-        statuses, marks = (
-            table.column(name).to_pylist() if name in table.column_names else absent for name in ("status", "diverged")
-        )
-        self.finished = np.array([s is None or s == "done" for s in statuses], dtype=bool)
-        diverged = [s == "diverged" or mark is True for s, mark in zip(statuses, marks, strict=True)]
-        self._stopped = np.array([s == "stopped early" for s in statuses], dtype=bool)
-        self._diverged = np.array(diverged, dtype=bool) & ~self.finished
+        known = "status" in table.column_names
+        status = np.array(table.column("status").to_pylist() if known else [None] * table.num_rows, dtype=object)
+        self.finished = np.array([value in (None, "done") for value in status], dtype=bool)
+        self._stopped, self._diverged = status == "stopped early", status == "diverged"
 
     def __len__(self) -> int:
         return int(self.table.num_rows)

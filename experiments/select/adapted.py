@@ -11,11 +11,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flatshift.experiments.recipe.schema import Recipe
+from flatshift.finetune.compute.cuda_status import resolve_device
 from flatshift.finetune.config import Adapter, Optimizer, Train
+from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.rows import Row
 from flatshift.finetune.errors import UserError
+from flatshift.finetune.lock import temporary_directory
+from flatshift.finetune.models.backbone import open_backbone
+from flatshift.finetune.run_directory import RunDirectory
 from flatshift.finetune.seeds import derive_seed, numpy_generator
 from flatshift.finetune.tasks import LanguageModel
+from flatshift.regularizers import build
+from flatshift.selection import RandomProjection
 from flatshift.selection.config import Gradients, LossGap
 
 if TYPE_CHECKING:
@@ -37,9 +44,7 @@ def gradient_embedder(recipe: Recipe, embedder: Gradients, texts: Sequence[str],
     taken over `moment_texts` of `texts`, drawn by seed. A text without a token gets the zero vector.
     """
     from flatshift.finetune.data.eval_batching import get_pad_token_id
-    from flatshift.finetune.models.backbone import open_backbone
     from flatshift.finetune.models.hidden_states import model_fingerprint
-    from flatshift.selection import RandomProjection
 
     seed = derive_seed(recipe.train.seed, "select", "gradients")
     model, tokenizer, device = _load_adapted_backbone(recipe, embedder.rank, seed)
@@ -137,12 +142,9 @@ def train_loss_gap(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> 
     from flatshift.finetune.data.batches import TrainingDataLoader
     from flatshift.finetune.data.eval_batching import EvalBatching, get_pad_token_id
     from flatshift.finetune.evaluate.perplexity import document_nats
-    from flatshift.finetune.lock import temporary_directory
     from flatshift.finetune.parallel.engine import Engine
-    from flatshift.finetune.run_directory import RunDirectory
     from flatshift.finetune.train.stage import TrainingStage
     from flatshift.finetune.train.trainer import Trainer
-    from flatshift.regularizers import build
 
     seed = derive_seed(recipe.train.seed, "select", "loss gap")
     model, tokenizer, device = _load_adapted_backbone(recipe, settings.rank, seed)
@@ -195,8 +197,6 @@ def train_loss_gap(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> 
 
 def _load_adapted_backbone(recipe: Recipe, rank: int, seed: int) -> tuple[Any, Any, torch.device]:
     from flatshift.finetune.adapters.adapter import attach_adapter
-    from flatshift.finetune.compute.cuda_status import resolve_device
-    from flatshift.finetune.models.backbone import open_backbone
     from flatshift.finetune.models.load import load_backbone
 
     device = resolve_device(recipe.train.device)
@@ -207,7 +207,5 @@ def _load_adapted_backbone(recipe: Recipe, rank: int, seed: int) -> tuple[Any, A
 
 def encode_texts(texts: Sequence[str], tokenizer: Any, max_length: int) -> list[Any]:
     """Encode texts as examples whose id is the text's number; texts without a token are left out."""
-    from flatshift.finetune.data.encoding import encode
-
     rows = [Row({"text": text}, str(i), f"text {i}") for i, text in enumerate(texts)]
     return list(encode(rows, task=LANGUAGE, tokenizer=tokenizer, max_length=max_length, bad_rows="skip").examples)

@@ -33,7 +33,9 @@ from flatshift.finetune.data.view import RowView
 from flatshift.finetune.digests import file_sha256
 from flatshift.finetune.errors import UserError, is_remote, user_path
 from flatshift.finetune.lock import exclusive_lock
+from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.seeds import derive_seed
+from flatshift.selection import TfIdfEmbedder, pool_features
 from flatshift.selection.config import (
     BackboneEmbedder,
     Embedder,
@@ -45,9 +47,13 @@ from flatshift.selection.config import (
     required_inputs,
 )
 from flatshift.selection.errors import BadRow, SelectionError
-from flatshift.selection.features import FeatureCache, IndexedRows, embed_in_shards, load_features, open_directory
-from flatshift.selection.features.cache import SHARD_ROWS
+from flatshift.selection.features import open_directory
+from flatshift.selection.features.cache import SHARD_ROWS, FeatureCache, embed_in_shards
 from flatshift.selection.features.directory import MANIFEST, FeatureDirectory, read_manifest
+from flatshift.selection.features.matrix import IndexedRows, load_features
+from flatshift.selection.features.pooling import read_layout, transformer_folder
+from flatshift.selection.features.tfidf import load_or_fit
+from flatshift.selection.features.tokens import TokenNgramEmbedder
 from flatshift.selection.validation import check_same_width
 
 MAX_BYTES = 256 << 20
@@ -96,8 +102,6 @@ def check_unused_features(spec: Select, x: Any, y: Any) -> None:
 
 def backbone_tokenizer(recipe: Recipe) -> tuple[Callable[[list[str]], list[list[int]]], int]:
     """Return texts → token ids of the recipe's backbone, without special tokens, and the size of its vocabulary."""
-    from flatshift.finetune.models.backbone import open_backbone
-
     tokenizer = open_backbone(recipe.backbone).tokenizer
 
     return lambda texts: tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"], len(tokenizer)
@@ -280,9 +284,6 @@ def _check_ids(directory: FeatureDirectory, records: Records, side: str) -> None
 
 
 def _tfidf_embedding(vectors: Vectors, settings: TfIdf) -> Embedding:
-    from flatshift.selection import TfIdfEmbedder
-    from flatshift.selection.features.tfidf import load_or_fit
-
     cache = vectors.spec.cache
     seed = derive_seed(vectors.recipe.train.seed, "tfidf")
     tfidf = TfIdfEmbedder(dim=settings.dim, buckets=settings.buckets, seed=seed, fit_rows=settings.fit_rows)
@@ -299,8 +300,6 @@ def _tfidf_embedding(vectors: Vectors, settings: TfIdf) -> Embedding:
 
 
 def _token_ngram_embedding(vectors: Vectors, settings: TokenNgrams) -> Embedding:
-    from flatshift.selection.features.tokens import TokenNgramEmbedder
-
     tokenize, size = backbone_tokenizer(vectors.recipe)
     seed = derive_seed(vectors.recipe.train.seed, "token n-grams")
     ngrams = TokenNgramEmbedder(tokenize, size, dim=settings.dim, fit_rows=settings.fit_rows, seed=seed)
@@ -337,10 +336,7 @@ def state_embedder(
     embedder: BackboneEmbedder | EncoderEmbedder, *, backbone: str, device: str, keyed: bool
 ) -> tuple[Embed, str]:
     """Return texts → pooled hidden states of a model, and its cache key (complete if `keyed`)."""
-    from flatshift.finetune.models.backbone import open_backbone
     from flatshift.finetune.models.hidden_states import hidden_state_encoder, model_fingerprint
-    from flatshift.selection import pool_features
-    from flatshift.selection.features import read_layout, transformer_folder
 
     name = embedder.path if isinstance(embedder, EncoderEmbedder) else backbone
     if not name:

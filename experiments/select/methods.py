@@ -21,11 +21,12 @@ from flatshift.experiments.run.console import Console, ProgressBar
 from flatshift.experiments.select.adapted import LANGUAGE, encode_texts, train_loss_gap
 from flatshift.experiments.select.outputs import to_json_values
 from flatshift.experiments.select.pool import PoolAndTarget
+from flatshift.finetune.compute.cuda_status import resolve_device
 from flatshift.finetune.errors import UserError
+from flatshift.finetune.models.backbone import open_backbone
 from flatshift.selection.config import Domains, LossGap, Method, Perplexity, ranking_method, required_inputs
 from flatshift.selection.errors import TooLittleMemory
-from flatshift.selection.features import FeatureCache
-from flatshift.selection.features.cache import atomic_file
+from flatshift.selection.features.cache import FeatureCache, atomic_file
 from flatshift.selection.methods.base import Selector
 from flatshift.selection.transport.progress import ITERATIONS
 
@@ -85,8 +86,6 @@ def solver_device(recipe: Recipe) -> str:
     """Return the device of the transport solver: `train.device`, or the CPU for methods without a solver."""
     if recipe.select is None or "features" not in required_inputs(recipe.select.method):
         return "cpu"
-    from flatshift.finetune.compute.cuda_status import resolve_device
-
     return str(resolve_device(recipe.train.device))
 
 
@@ -115,11 +114,9 @@ def backbone_nll(recipe: Recipe, method: Method, target: Sequence[str], state: P
 
 
 def _build_nll(recipe: Recipe, max_length: int) -> Measure:
-    from flatshift.finetune.compute.cuda_status import resolve_device
     from flatshift.finetune.compute.precision import infer_precision
     from flatshift.finetune.data.eval_batching import EvalBatching
     from flatshift.finetune.evaluate.perplexity import document_nats
-    from flatshift.finetune.models.backbone import open_backbone
     from flatshift.finetune.models.load import load_backbone
 
     device = resolve_device(recipe.train.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.select.pool import PoolAndTarget, select_settings
+from flatshift.finetune.assets import pool_tags_path
 from flatshift.finetune.atomic import json_text
 from flatshift.finetune.data.view import RowView
 from flatshift.finetune.seeds import derive_seed
@@ -167,10 +169,6 @@ def _float64(source: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 def _write_hidden_domains(directory: Path, ids: set[str]) -> None:
     """Write the shipped pool's hidden tags, for the report only and after the selection."""
-    import lzma
-
-    from flatshift.finetune.assets import pool_tags_path
-
     with lzma.open(pool_tags_path(), "rt", encoding="utf-8") as tags:
         lines = (line.rstrip("\n").split("\t") for line in tags)
         text = "".join(f"{identity}\t{domain}\n" for identity, domain, *_ in lines if identity in ids)

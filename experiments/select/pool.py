@@ -23,8 +23,10 @@ from flatshift.finetune.data.config import Files
 from flatshift.finetune.data.rows import Row, limit_rows, read_rows, require_rows
 from flatshift.finetune.data.view import RowView, spill_rows
 from flatshift.finetune.errors import UserError
+from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.seeds import derive_seed
 from flatshift.selection.config import Domains, TextChunks, required_inputs
+from flatshift.selection.features.matrix import IndexedRows
 
 
 def select_settings(recipe: Recipe) -> Select:
@@ -133,8 +135,6 @@ def _piece_spans(recipe: Recipe, chunk: TextChunks, texts: Iterable[str]) -> Ite
         for text in texts:
             yield _group_units([match.span() for match in re.finditer(r"\S+", text)], chunk.size)
         return
-    from flatshift.finetune.models.backbone import open_backbone
-
     tokenizer = open_backbone(recipe.backbone).tokenizer
     if not tokenizer.is_fast:
         raise UserError(
@@ -217,8 +217,6 @@ def drop_unknown_texts(
 
     Prints the number of skipped records. Raises UserError if nothing is left.
     """
-    from flatshift.selection.features import IndexedRows
-
     known = nonzero_rows(x)
     if known.all():
         return records, x, None

@@ -31,7 +31,7 @@ from flatshift.finetune.errors import UserError
 from flatshift.finetune.launch import consistency, job, spawn, watchdog
 from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.selection import Pool, SelectionError
-from flatshift.selection.features import sendable_rows
+from flatshift.selection.features.matrix import sendable_rows
 from flatshift.selection.methods.base import Progress, Selector
 from flatshift.selection.methods.gotd import GotDSelector
 from flatshift.selection.transport.blocks import BLOCK

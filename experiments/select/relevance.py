@@ -14,6 +14,12 @@ from flatshift.experiments.select.pool import PoolRecords, nonzero_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.seeds import derive_seed
 from flatshift.selection.config import Relevance, ranking_method
+from flatshift.selection.methods.domains import (
+    choose_nearest_domains,
+    domain_distances,
+    sample_domains,
+    weights_by_distance,
+)
 
 
 def check_relevance(spec: Select) -> None:
@@ -41,13 +47,6 @@ def apply_relevance(
     settings = spec.relevance
     if settings is None:
         return pool, None, None
-    from flatshift.selection.methods.domains import (
-        choose_nearest_domains,
-        domain_distances,
-        sample_domains,
-        weights_by_distance,
-    )
-
     view = pool.rows
     domains = view.domains()
     if domains is None:

@@ -56,7 +56,8 @@ def run_selection_checks(
 
     Prints warnings. A finished selection never fails because of its check: errors in it are printed, too.
     """
-    from flatshift.selection.checks import check_selection, target_coverage
+    from flatshift.selection.checks.check import check_selection
+    from flatshift.selection.checks.coverage import target_coverage
 
     started = time.monotonic()
     x, y = sides.x, sides.y

@@ -10,25 +10,8 @@ here knows of files or recipes, trains a network or imports torch.
 """
 
 from flatshift.experiments.statistics.curve import Curve
-from flatshift.experiments.statistics.curve_comparison import CurveComparison, compare_curves
-from flatshift.experiments.statistics.emc import EMC, effective_model_complexity, emc_from_curve, find_crossing
-from flatshift.experiments.statistics.peak import PeakTest, detectable_sd, holdout_test, peak_test, seeds_needed, thin
-from flatshift.experiments.statistics.verdict import CurveVerdict, determine_verdict
+from flatshift.experiments.statistics.curve_comparison import compare_curves
+from flatshift.experiments.statistics.peak import peak_test
+from flatshift.experiments.statistics.verdict import determine_verdict
 
-__all__ = [
-    "EMC",
-    "Curve",
-    "CurveComparison",
-    "CurveVerdict",
-    "PeakTest",
-    "compare_curves",
-    "detectable_sd",
-    "determine_verdict",
-    "effective_model_complexity",
-    "emc_from_curve",
-    "find_crossing",
-    "holdout_test",
-    "peak_test",
-    "seeds_needed",
-    "thin",
-]
+__all__ = ["Curve", "compare_curves", "determine_verdict", "peak_test"]

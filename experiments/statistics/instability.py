@@ -104,16 +104,16 @@ def _gradient_finding(curve: Curve, triple: tuple[int, int, int], level: float) 
     if curve.gradient_norm is None:
         return None
     flank, between = triple[0], range(triple[0] + 1, triple[2])
-    found = {}
+    ratios = {}
     for j in between:
         pair = curve.gradient_norm[:, [flank, j]]
         pair = pair[np.isfinite(pair).all(1) & (pair > 0).all(1)]
         if len(pair) > 1:
-            found[j] = t_interval(np.log(pair[:, 1] / pair[:, 0]).tolist(), confidence=1 - 2 * level / len(between))
-    if not found:
+            ratios[j] = t_interval(np.log(pair[:, 1] / pair[:, 0]).tolist(), confidence=1 - 2 * level / len(between))
+    if not ratios:
         return None
-    spiked = max(found, key=lambda j: found[j].value)
-    ratio = found[spiked]
+    spiked = max(ratios, key=lambda j: ratios[j].value)
+    ratio = ratios[spiked]
     # `exp` overflows above 709.
     value, low, high = (math.exp(min(end or 0.0, 700.0)) for end in (ratio.value, ratio.low, ratio.high))
     spike = value >= SPIKE and low > 1
@@ -128,15 +128,15 @@ def _sharpness_finding(curve: Curve, triple: tuple[int, int, int], level: float)
     if curve.sharpness is None:
         return None
     columns = range(triple[0], triple[2] + 1)
-    found = {}
+    intervals = {}
     for j in columns:
         values = curve.sharpness[np.isfinite(curve.sharpness[:, j]), j]
         if len(values) > 1:
-            found[j] = t_interval(values.tolist(), confidence=1 - 2 * level / len(columns))
-    if not found:
+            intervals[j] = t_interval(values.tolist(), confidence=1 - 2 * level / len(columns))
+    if not intervals:
         return None
-    sharpest = max(found, key=lambda j: found[j].low or 0.0)
-    value, low = found[sharpest].value, found[sharpest].low or 0.0
+    sharpest = max(intervals, key=lambda j: intervals[j].low or 0.0)
+    value, low = intervals[sharpest].value, intervals[sharpest].low or 0.0
     return low > 1, (
         f"Sharpness × learning rate at {curve.at(sharpest)} is {value:.3g} of its stability threshold (at least "
         f"{low:.3g}): {'above it' if low > 1 else 'not shown to exceed it'}."

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -125,8 +124,6 @@ def seed_item_bootstrap(
     differences: for each task (S, n) ours − base, item by item; all with the same seeds in the same order. Each task's
     rows are resampled once for both sides and all seeds, as they are the same rows.
     """
-    import numpy as np
-
     count = len(differences[0])
     seeds = rng.multinomial(count, np.full(count, 1 / count), size=resamples) / count
     total = np.zeros(resamples)
@@ -140,6 +137,4 @@ def seed_item_bootstrap(
 
 def parse_correctness(text: str) -> np.ndarray:
     """Return (n,) float64: right (1) or wrong (0) by test row, from the text of 1 and 0 in a result."""
-    import numpy as np
-
     return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.float64) - 48

@@ -268,7 +268,7 @@ def check_points(count: int) -> None:
     if count > MOST_POINTS:
         raise UserError(
             f"the peak test takes at most {MOST_POINTS} points, got {count}: choose them beforehand, without looking "
-            "at the curve (flatshift.experiments.statistics.thin does)"
+            "at the curve (flatshift.experiments.statistics.peak.thin does)"
         )
 
 

@@ -19,10 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatshift.experiments.recipe import Resolved, recipe_key
+from flatshift.experiments.recipe.auto import resolve_auto
 from flatshift.experiments.recipe.rules import CELL_RULES, check_rules
 from flatshift.experiments.recipe.schema import TRAINING_ROWS, Recipe
-from flatshift.experiments.results.cells import RESULT, Status, flatshift_version, result_files, source_digest
+from flatshift.experiments.results.cells import RESULT, Status, flatshift_version, source_digest
 from flatshift.experiments.run.console import Console
+from flatshift.finetune import assets
+from flatshift.finetune.data.files import describe_files
 from flatshift.finetune.digests import file_sha256, write_sealed
 from flatshift.finetune.errors import Interrupted, is_out_of_memory, user_path
 from flatshift.finetune.run_directory import RunDirectory, disk_full_interrupts
@@ -86,7 +89,6 @@ def make_cell(
     value), and the bytes of the input files, of a backbone in a local directory (its tokenizer too), and of an initial
     adapter.
     """
-    from flatshift.experiments.recipe.auto import resolve_auto
     from flatshift.experiments.workflows.run_parts import list_input_files
 
     resolved = resolve_auto(resolved)
@@ -113,8 +115,6 @@ def settings_digests(recipe: Recipe) -> list[list[str]]:
 @functools.cache
 def _backbone_digests(name: str) -> list[list[str]]:
     """Return [file, digest] of weights, configuration and tokenizer in a local directory; none for any other name."""
-    from flatshift.finetune import assets
-
     directory = user_path(name)
     if name.startswith("package:") or assets.backbone_directory(name) is not None or not directory.is_dir():
         return []
@@ -132,8 +132,6 @@ def _adapter_digest(name: str, key: str) -> str:
 @functools.cache
 def file_digest(path: str) -> list[str]:
     """Return the SHA-256 of each data file that `path` expands to."""
-    from flatshift.finetune.data.files import describe_files
-
     return [entry["sha256"] for entry in describe_files([path])]
 
 
@@ -233,9 +231,3 @@ def finish_cell(directory: Path, cell: Cell, result: CellResult) -> None:
     records = [path for pattern in ("*.json*", "*.yaml") for path in directory.glob(pattern) if path.name != RESULT]
     records = [path for path in records if path.is_file() and not path.name.startswith(".")]
     write_sealed(directory / RESULT, document, siblings=records)
-
-
-def drop_result(directory: Path) -> None:
-    """Delete the result of a cell, wherever it is kept, before the cell runs again."""
-    for path in result_files(directory):
-        path.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Mapping
@@ -13,10 +14,11 @@ from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.experiments.recipe.schema import SweepOptions
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console, Draw
+from flatshift.experiments.studies.compare.run import compare
 from flatshift.experiments.studies.sweep import sweep
-from flatshift.experiments.studies.warmups import run_warmup_study
 from flatshift.experiments.workflows.train import resume, train
-from flatshift.finetune.atomic import write_json
+from flatshift.finetune.atomic import write_json, write_text
+from flatshift.finetune.data.rows import read_rows
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.run_directory import check_empty, write_provenance
 
@@ -78,21 +80,30 @@ _BACKBONES: tuple[tuple[str, tuple[str, ...], str, Mapping[str, Any]], ...] = (
 
 The first whose packages are there is taken (extras `real` and `demo`; `make demo` tries the second)."""
 
-_STUDY = _RUN | {
+_COMPARISON = _RUN | {
     "train.steps": 10,
-    "train.eval_every": 10,
+    "train.eval_every": 0,
     "train.max_length": 48,
     "train.max_cut": 1,
     "warmup.steps": 6,
     "select.pool.limit": 2000,
     "select.budget": 200,
     "select.checks": "false",
-    "data.dev.limit": 16,
-    "data.test.limit": 60,
-    "eval.train_limit": 16,
     "eval.bootstrap": 100,
+    "comparison": """{
+      baseline: plain, seeds: 2, exploratory_seeds: 2, lr: [3e-3, 6e-3], rounds: 0, finalists: 1,
+      tuning_seeds: [1000003], equal_time_above: 100, sharpness_seeds: 0,
+      tasks: {scicite: {file: scicite.jsonl, train: 200, validation: 60, test: 60}},
+      controls: {random: gotd},
+      methods: {
+        plain: {set: {warmup: null, select: null, regularizer.kind: plain}, note: no warm-up},
+        ggpo: {set: {warmup: null, select: null}, note: GGPO and no warm-up},
+        random: {set: {select.method.kind: random, regularizer.kind: plain}, note: a warm-up on random passages},
+        gotd: {set: {select.method.kind: gotd, regularizer.kind: plain}, note: a warm-up on those that GOT-D selects},
+      },
+    }""",
 }
-"""Shorter still, because there are twelve such runs; checks of a selection are shown by the first workflow."""
+"""Shorter still, because there are sixteen such runs; checks of a selection are shown by the first workflow."""
 
 _SWEEP = {
     "train.steps": 24,
@@ -108,7 +119,7 @@ _SWEEP = {
 
 
 def demo(out: Path, *, draw: Draw) -> Path:
-    """Run select → warm-up → fine-tune, the six-arm comparison and a rank sweep into `out`; return the report's path.
+    """Run select → warm-up → fine-tune, a comparison of methods and a rank sweep into `out`; return the report's path.
 
     An interrupted demo is resumed, a finished one only writes its report again. Raises UserError for a directory that
     holds something else or is in use, Interrupted when stopped.
@@ -142,13 +153,14 @@ def _run_demo(out: Path, draw: Draw) -> Path:
         resume(out / "warmup", draw=draw)
     else:
         train(load_recipe(recipe, _as_overrides(settings)), out / "warmup", draw=draw)
-    console.say("2/3  Compare: cold, random and GOT-D warm-up, plain and GGPO, on paired seeds")
+    console.say("2/3  Compare: no warm-up, GGPO, and warm-ups on random and on selected passages, on paired seeds")
     console.say(
-        f"     small: two seeds, {_STUDY['train.steps']} steps, {_STUDY['data.test.limit']} test rows cut to "
-        f"{_STUDY['train.max_length']} tokens: the intervals are wide"
+        f"     small: two seeds, {_COMPARISON['train.steps']} steps, 60 test rows cut to "
+        f"{_COMPARISON['train.max_length']} tokens: the intervals are wide"
     )
-    study: dict[str, Any] = {"name": "scicite", "seeds": (0, 1), "overrides": _as_overrides(_STUDY)}
-    run_warmup_study("warmup", out / "study", **study, jobs=jobs, console=console)
+    _write_task(out / "scicite.jsonl")
+    overrides = _as_overrides(_COMPARISON)
+    compare("warmup", out / "comparison", data=out, overrides=overrides, jobs=jobs)
     console.say("3/3  Sweep: train and test error over the adapter's rank, with wrong labels")
     console.say(
         f"     small: three ranks, two seeds, {_SWEEP['data.train.limit']} rows, {_SWEEP['train.steps']} steps: "
@@ -157,11 +169,21 @@ def _run_demo(out: Path, draw: Draw) -> Path:
     options = SweepOptions(grid=("adapter.rank=1,8,64",), seeds=2, jobs=jobs)
     sweep("double-descent", _as_overrides(_SWEEP), out / "sweep", options, draw=draw)
     write_provenance(out)
-    page = draw(out, out / "warmup", out / "study", out / "sweep")
+    page = draw(out, out / "warmup", out / "comparison", out / "sweep")
     console.say(
         f"done in {time.monotonic() - started:.0f} s; `flatshift train warmup --out runs/warmup` is the whole recipe"
     )
     return page
+
+
+def _write_task(file: Path) -> None:
+    """Write the rows of SciCite as a task of a comparison: one file, each row with its split."""
+    lines = [
+        json.dumps({**row.values, "split": split}, ensure_ascii=False)
+        for split in ("train", "test")
+        for row in read_rows([f"sample:scicite/{split}"], required=("text", "label"))
+    ]
+    write_text(file, "\n".join(lines) + "\n")
 
 
 def _as_overrides(settings: Mapping[str, Any]) -> list[Branch]:

@@ -77,8 +77,8 @@ def read_results(out: Path, cells: Sequence[Cell]) -> dict[str, dict[str, Any]]:
 def stale_results(results: dict[str, dict[str, Any]]) -> dict[str, str]:
     """Return key → `version code` of results from a different version of the code."""
     now = (flatshift_version(), source_digest())
-    made = {key: (result.get("flatshift"), result.get("code")) for key, result in results.items()}
-    return {key: f"{v or 'unknown'} {code or 'unknown'}" for key, (v, code) in made.items() if (v, code) != now}
+    versions = {key: (result.get("flatshift"), result.get("code")) for key, result in results.items()}
+    return {key: f"{v or 'unknown'} {code or 'unknown'}" for key, (v, code) in versions.items() if (v, code) != now}
 
 
 def stale_keys(results: dict[str, dict[str, Any]], console: Console, *, rerun: bool) -> set[str]:

@@ -26,7 +26,7 @@ from typing import Literal
 
 from flatshift.experiments.results.cells import RESULT, read_result, source_digest
 from flatshift.experiments.run.console import Console
-from flatshift.experiments.studies.cell import Cell, CellResult, drop_result, finish_cell, run_cell
+from flatshift.experiments.studies.cell import Cell, CellResult, finish_cell, run_cell
 from flatshift.experiments.studies.directory import await_orphans, read_results, study_lock
 from flatshift.experiments.studies.leases import Leases
 from flatshift.experiments.studies.progress import CellProgress
@@ -135,15 +135,14 @@ def run_cells(
     label: str = "sweep",
     rerun: Collection[str] = (),
     run: RunCell = run_logged,
-    on_result: Callable[[Path], None] = lambda path: None,
     leases: Leases | None = None,
 ) -> None:
     """Run the cells that have no result yet, in the processes of `placement`.
 
     A single process is this one, unless it uses a CUDA device, which keeps failing in its process after one failure.
 
-    rerun: keys of finished cells to run again. run: how a cell is run. on_result: called with the file of each result
-    that was written. leases: where other hosts work on the same cells; returns when all have a result, whoever made it.
+    rerun: keys of finished cells to run again. run: how a cell is run. leases: where other hosts work on the same
+    cells; returns when all have a result, whoever made it.
     Raises Interrupted when stopped or when the disk is full; what was finished stays.
     """
     if leases is None:
@@ -159,7 +158,7 @@ def run_cells(
     single = placement.jobs == 1 and not uses_cuda(placement, todo)
     workers = min(placement.jobs, len(todo))
     progress = CellProgress(list(unique.values()), results, console, label=label, workers=workers)
-    queue = _Queue(out, deque(todo), placement, progress, run, on_result, rerun, leases)
+    queue = _Queue(out, deque(todo), placement, progress, run, rerun, leases)
     try:
         with progress.displayed():
             queue.run_here() if single else queue.run_workers()
@@ -188,7 +187,6 @@ class _Queue:
     placement: DevicePlacement
     progress: CellProgress
     run: RunCell
-    on_result: Callable[[Path], None]
     rerun: Collection[str] = ()
     leases: Leases | None = None
     workers: dict[int, _Worker] = field(default_factory=dict)
@@ -297,7 +295,7 @@ class _Queue:
         if cell is None:
             return None
         if cell.key in self.rerun:
-            drop_result(self.out / "cells" / cell.key)
+            (self.out / "cells" / cell.key / RESULT).unlink(missing_ok=True)
         self.progress.began(cell)
         return with_device(cell, device)
 
@@ -349,7 +347,6 @@ class _Queue:
             if kind not in self.reported:
                 self.reported.add(kind)
                 self.progress.console.say(f"data: {text} (data.checks.{kind})")
-        self.on_result(self.out / "cells" / cell.key / RESULT)
         if self.leases is not None:
             self.leases.release(cell.key)
         return True

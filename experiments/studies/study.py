@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from flatshift.experiments.recipe import Resolved
+from flatshift.experiments.recipe.auto import resolve_auto_tree
 from flatshift.experiments.recipe.build import suggest_nearest
 from flatshift.experiments.recipe.resolve import apply_overrides, recipe_tree, resolve_tree
 from flatshift.experiments.recipe.schema import Recipe
@@ -22,6 +23,8 @@ from flatshift.experiments.studies.cell import Cell
 from flatshift.experiments.studies.directory import WORKERS, write_done
 from flatshift.experiments.studies.queue import DevicePlacement, RunCell, run_cells, run_logged
 from flatshift.finetune.atomic import has_only_leftovers, make_directory, remove_leftovers, write_json, write_text
+from flatshift.finetune.data.files import expand_files
+from flatshift.finetune.data.formats import HUB, SAMPLE
 from flatshift.finetune.digests import DONE
 from flatshift.finetune.errors import Interrupted, UserError, is_remote
 from flatshift.finetune.lock import INSIDE, exclusive_lock
@@ -57,8 +60,6 @@ def study_recipe(
     out: the study's directory; values resolved there earlier are kept. Raises UserError for a recipe without the block,
     or one that cannot be built.
     """
-    from flatshift.experiments.recipe.auto import resolve_auto_tree
-
     tree = apply_overrides(recipe_tree(reference), overrides)
     name = Path(reference).stem
     tree = resolve_auto_tree(tree, name=name, previous=None if out is None else out / RECIPE, recipe_type=recipe_class)
@@ -72,9 +73,6 @@ def study_recipe(
 def locate_file(name: str, data: Path | None, key: str) -> str:
     """Return the file for `name`: relative to `data` (None: the working directory), a path, or `sample:NAME`. key: of
     the recipe, for the error message. Raises UserError if there is no such file."""
-    from flatshift.finetune.data.files import expand_files
-    from flatshift.finetune.data.formats import HUB, SAMPLE
-
     remote = name.startswith(HUB) or is_remote(name)
     path = name
     if not (remote or name.startswith(SAMPLE) or Path(name).is_absolute()):
@@ -152,7 +150,7 @@ def run_study_cells(
 
 class CellBatches:
     """Cells of one study, run batch by batch in `jobs` processes of one thread each (1: in this one). run: how a cell
-    is run. on_cell: called with the file of each result that was written."""
+    is run."""
 
     def __init__(
         self,
@@ -162,10 +160,9 @@ class CellBatches:
         console: Console,
         label: str,
         run: RunCell = run_logged,
-        on_cell: Callable[[Path], None] = lambda path: None,
     ) -> None:
         self.out, self.jobs, self.console, self.label = out, jobs, console, label
-        self._run, self._on_cell = run, on_cell
+        self._run = run
         self._tried: set[str] = set()
 
     def result(self, cell: Cell) -> dict[str, Any]:
@@ -196,7 +193,6 @@ class CellBatches:
             label=f"{self.label}, {title}",
             rerun={cell.key for cell in todo},
             run=self._run,
-            on_result=self._on_cell,
         )
 
     def _read(self, cell: Cell) -> dict[str, Any] | None:

@@ -1,8 +1,7 @@
 """Diagnosis of the installation for `flatshift doctor`: installed and missing parts, and the commands that install
 them.
 
-Imports nothing but the standard library at module level, and torch only when asked: it must start in a broken
-installation.
+Imports no other package at module level, and torch only when asked: it must start in a broken installation.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import itertools
-import os
 import platform
 import shutil
 import sys
@@ -19,6 +17,9 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from flatshift.finetune.compute.memory import available_memory, machine_memory
+from flatshift.finetune.machine import count_cores, cpu_info
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -36,7 +37,6 @@ EXTRAS = {
 }
 Findings = list[dict[str, str]]
 _MIN_DISK = 1 << 30  # bytes; a run directory with its checkpoints should fit
-_PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -61,7 +61,7 @@ def diagnose(*, deep: bool = False) -> dict[str, Any]:
         "platform": platform.platform(),
         "installation": str(HOME),
         "cpu": describe_cpu(),
-        "memory": read_memory(),
+        "memory": {"total": machine_memory(), "available": available_memory()},
         "disk": {"path": str(Path.cwd()), "free": disk.free, "total": disk.total},
         "versions": versions,
         "extras": extras,
@@ -69,7 +69,7 @@ def diagnose(*, deep: bool = False) -> dict[str, Any]:
         "cache": describe_token_cache(problems),
         "devices": list_devices(problems, notes) if deep else None,
     }
-    driver = (_PROC / "driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
+    driver = Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
     if not deep and driver and "+cpu" in (versions.get("torch", {}).get("installed") or ""):
         fix = f"pip install --force-reinstall 'torch{versions['torch']['wanted']}' without the index of CPU builds"
         notes.append({"what": "an NVIDIA driver is here, but torch is a CPU build", "fix": fix})
@@ -142,54 +142,23 @@ def _version_row(requirement: Requirement) -> dict[str, Any]:
 
 
 def describe_cpu() -> dict[str, Any]:
-    """Return the model, usable cores (affinity and container quota), and the fast bf16 instructions of the CPU.
-
-    Does not use `flatshift.finetune.machine`, so that it works in a broken installation.
-    """
-    info = _read_proc("cpuinfo")
-    flags = set(info.get("flags", info.get("Features", "")).split())
+    """Return the model, usable cores (affinity and container quota), and the fast bf16 instructions of the CPU."""
+    model, flags = cpu_info()
     return {
-        "model": info.get("model name") or platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        "quota": _read_cgroup_limit("cpu.max"),
-        "bf16": bool(flags & {"avx512_bf16", "bf16"}),
+        "model": model,
+        "cores": count_cores(),
+        "quota": _read_cpu_quota(),
+        "bf16": not {"avx512_bf16", "bf16"}.isdisjoint(flags),
         "amx": "amx_bf16" in flags,
     }
 
 
-def _read_proc(name: str) -> dict[str, str]:
-    """Return the first value of each key of a file in /proc; empty if this is not Linux."""
-    values: dict[str, str] = {}
-    with contextlib.suppress(OSError):
-        for line in (_PROC / name).read_text(encoding="utf-8", errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            values.setdefault(key.strip(), value.strip())
-    return values
-
-
-def read_memory() -> dict[str, int | None]:
-    """Return bytes of memory: `total` (or the container's limit, if lower) and `available` now."""
-    sizes = {key: int(value.split()[0]) * 1024 for key, value in _read_proc("meminfo").items()}
-    total = sizes.get("MemTotal")
-    if total is None and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _read_cgroup_limit("memory.max")
-    available = sizes.get("MemAvailable")
-    if limit is not None and total is not None and limit < total:
-        total = int(limit)
-        available = None if available is None else min(available, total)
-    return {"total": total, "available": available}
-
-
-def _read_cgroup_limit(name: str) -> float | None:
-    """Return a limit of this container (cgroup v2), as a number: bytes, or cores for `cpu.max`; None if unlimited."""
-    try:
-        parts = (_CGROUP / name).read_text(encoding="ascii").split()
-    except OSError:
-        return None
-    if not parts or parts[0] == "max":
-        return None
-    return float(parts[0]) / float(parts[1]) if len(parts) == 2 else float(parts[0])
+def _read_cpu_quota() -> float | None:
+    """Return the cores that this container (cgroup v2) may use; None if unlimited."""
+    with contextlib.suppress(OSError, ValueError):  # `max` is no number
+        quota, period = (_CGROUP / "cpu.max").read_text(encoding="ascii").split()
+        return float(quota) / float(period)
+    return None
 
 
 def _report_missing_cuda(problems: Findings, notes: Findings) -> None:

@@ -15,7 +15,6 @@ folder. Excluded are files that only a resume needs: checkpoints (`state/`), hid
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import shutil
 from collections import Counter
@@ -329,11 +328,11 @@ def push_to_store(folder: Path, address: str, progress: Callable[[int, int], Non
 
 
 def _check_no_secrets(folder: Path) -> None:
-    """Raise UserError if a record in `folder`, as of earlier versions, holds a password or signature of an address."""
-    if (found := next(find_secrets(folder), None)) is not None:
+    """Raise UserError if a record in `folder` holds a password or signature of an address."""
+    if (secret := next(find_secrets(folder), None)) is not None:
         raise UserError(
-            f"{found[0]}:{found[1]} holds a password or signature of an address, which would be uploaded; withdraw it "
-            f"where it was issued and make the folder again (`flatshift doctor {folder}` lists all)"
+            f"{secret[0]}:{secret[1]} holds a password or signature of an address, which would be uploaded; withdraw "
+            f"it where it was issued and make the folder again (`flatshift doctor {folder}` lists all)"
         )
 
 
@@ -361,10 +360,9 @@ def require_finished(folder: Path) -> None:
 
 def _is_features(folder: Path) -> bool:
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return "shards" in read_json_object(folder / MANIFEST)
+    except UserError:
         return False
-    return isinstance(manifest, dict) and "shards" in manifest
 
 
 def _files_to_send(folder: Path) -> list[str]:

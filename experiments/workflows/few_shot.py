@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from scipy.special import log_softmax, softmax
 from scipy.stats import binomtest
 
 from flatshift.experiments.recipe.build import build_settings
 from flatshift.experiments.recipe.tree import parse_file
+from flatshift.finetune.compute.loss import Head, find_head, head_probe
 from flatshift.finetune.data.config import Columns
 from flatshift.finetune.data.encoding import SpecialTokens
 from flatshift.finetune.data.eval_batching import EvalBatching
@@ -34,6 +36,7 @@ from flatshift.finetune.evaluate.candidates import Candidate, score_candidates, 
 from flatshift.finetune.evaluate.prediction_metrics import classification_metrics
 from flatshift.finetune.evaluate.prompts import FilledPrompt, Prompt, check_prompt, fill_prompt, shipped_prompts
 from flatshift.finetune.seeds import numpy_generator
+from flatshift.finetune.tasks import Completion
 
 Score = Literal["sum", "label", "mean", "byte", "pmi", "calibrated"]
 SCORES: tuple[Score, ...] = ("sum", "label", "mean", "byte", "pmi", "calibrated")
@@ -198,6 +201,13 @@ class _Ranker:
     def prefix(self) -> Sequence[int]:
         return SpecialTokens.of(self.tokenizer).prefix
 
+    @cached_property
+    def head(self) -> Head | None:
+        """The model's plain head, by which no logits of padding are computed; None if it has none."""
+        text = self.tokenizer(self.items[0].before[0] or "a text", return_tensors="pt").to(self.inference.device)
+        with torch.no_grad(), self.inference.precision():
+            return find_head(self.model, head_probe({"input_ids": text["input_ids"]}), task=Completion())
+
     def draw_shots(self, source: Sequence[Row], seed: int) -> list[list[str]]:
         """Return the worked examples before each row, in order."""
         few_shot = self.few_shot
@@ -223,7 +233,7 @@ class _Ranker:
     def score(self, contexts: Sequence[list[str]]) -> dict[str, list[NDArray[np.float64]]]:
         """Return every score of every candidate: `SCORES` → item → (K,)."""
         candidates = self._fit_to_window(contexts)
-        logs = score_candidates(self.model, candidates, self.inference)
+        logs = score_candidates(self.model, candidates, self.inference, head=self.head)
         scores: dict[str, list[NDArray[np.float64]]] = {name: [] for name in ("sum", "label", "mean", "byte")}
         for row, row_logs in zip(candidates, logs, strict=True):
             pairs = list(zip(row, row_logs, strict=True))
@@ -259,7 +269,8 @@ class _Ranker:
         """Return the log-likelihoods of texts; each distinct text is scored once."""
         distinct = list(dict.fromkeys(text for row in texts for text in row))
         candidates = tokenize_candidates(self.tokenizer, distinct, self.prefix)
-        logs = [row[0] for row in score_candidates(self.model, [[c] for c in candidates], self.inference)]
+        scored = score_candidates(self.model, [[c] for c in candidates], self.inference, head=self.head)
+        logs = [row[0] for row in scored]
         sums = {
             text: float((log[c.label[0] : c.label[1]] if label else log).sum())
             for text, c, log in zip(distinct, candidates, logs, strict=True)

@@ -173,17 +173,6 @@ class UnknownRun(UserError):
     """A name that no run has."""
 
 
-@dataclass(frozen=True)
-class Reply:
-    """Answer of a run."""
-
-    text: str
-    prompt_tokens: int
-    tokens: int
-    ended: bool
-    """True if the model ended its answer itself; False if `max_new_tokens` did."""
-
-
 @dataclass(eq=False, kw_only=True)
 class Question:
     """Prompt for one run, and its answer as far as it is generated."""
@@ -408,20 +397,6 @@ class GenerativeRuns:
                     for token, logprob, pair in zip(chosen.tolist(), own, likeliest, strict=True)
                 ]
         return scores
-
-    def reply(
-        self,
-        name: str,
-        messages: str | Sequence[Message],
-        *,
-        raw: bool = False,
-        decoding: Mapping[str, Any] | None = None,
-        on_text: Callable[[str], None] | None = None,
-    ) -> Reply:
-        """Return the answer of the run `name`; the arguments are those of `ask`."""
-        question = self.ask(name, messages, raw=raw, decoding=decoding, on_text=on_text)
-        self.answer([question])
-        return Reply(question.text, len(question.prompt.ids), len(question.tokens), question.ended)
 
     def _load(self, name: str) -> Any:
         if self._loaded[0] != name:

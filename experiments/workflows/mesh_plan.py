@@ -90,7 +90,7 @@ def plan_mesh(
     rules = dataclasses.replace(RuleSettings.of(dataclasses.replace(settings, train=train)), mesh=mesh)
     choices = ("none", "selective", "full") if recompute == "any" else (recompute,)
     layouts = enumerate_layouts(sizes, cluster, rules, recompute=choices)
-    best = best_layout([layout for layout in layouts if layout.expert_parallel == 1])
+    best = best_layout(layouts)
     total = tokens if tokens is not None else float(best.tokens * train.steps) if counted else None
     is_timed = best.fits and train.precision != "fp32" and total is not None
     hours = 0.0 if total is None else total / best.tokens * best.time.total / 3600
@@ -116,7 +116,7 @@ def plan_mesh(
         "process_gib": None
         if overhead is None
         else [round(end / 2**30, 2) for end in overhead.interval(best.needs.total)],
-        "notes": _plan_notes(cluster, sizes, layouts[0], best),
+        "notes": _plan_notes(cluster, sizes, best),
         "table": format_table(layouts, cluster, sizes),
     }
 
@@ -139,7 +139,7 @@ def _evaluation_cost(sizes: BackboneSizes, recipe: Recipe, train: Train, best: L
     }
 
 
-def _plan_notes(cluster: Cluster, sizes: BackboneSizes, fastest: Layout, best: Layout) -> list[str]:
+def _plan_notes(cluster: Cluster, sizes: BackboneSizes, best: Layout) -> list[str]:
     notes = [
         "Seconds are a model's, fitted on A100s under full training: see docs/does-it-fit.md for its errors."
         if cluster.constants == PUBLISHED
@@ -158,11 +158,6 @@ def _plan_notes(cluster: Cluster, sizes: BackboneSizes, fastest: Layout, best: L
         notes.append(
             f"{sizes.experts} experts a block, {sizes.routed} for a token: their activations are a formula that no "
             "trace has checked, and all ranks are taken to get as many tokens."
-        )
-    if fastest.fits and fastest.expert_parallel > 1:
-        notes.append(
-            f"The fastest mesh shares experts out (ep {fastest.expert_parallel}), which training cannot do yet: the "
-            "lines, hours and cost are those of the best that it can."
         )
     return notes
 

@@ -272,8 +272,8 @@ def _backbone_lines(backbone: str, base: str) -> list[str]:
         path = f"str(assets.backbone_directory({base!r}))  # ships with Flatshift: pip install flatshift"
         return ["from flatshift.finetune import assets", "", f"BACKBONE = {path}"]
     if base.endswith(".gguf"):
-        found = f"str(open_backbone({base!r}).directory)  # converted once by Flatshift: pip install 'flatshift[gguf]'"
-        return ["from flatshift.finetune.models.backbone import open_backbone", "", f"BACKBONE = {found}"]
+        code = f"str(open_backbone({base!r}).directory)  # converted once by Flatshift: pip install 'flatshift[gguf]'"
+        return ["from flatshift.finetune.models.backbone import open_backbone", "", f"BACKBONE = {code}"]
     if backbone.startswith(PACKAGE) and base == published_name(backbone):
         package, _, folder = backbone.removeprefix(PACKAGE).partition("/")
         path = f"str(files({package!r}) / {folder!r})  # in the Python package {package}"

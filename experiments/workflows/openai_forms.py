@@ -48,10 +48,6 @@ def _is_stop(value: Any) -> bool:
     return isinstance(value, str) and 0 < len(value) <= 200
 
 
-def _is_stream_options(value: Any) -> bool:
-    return isinstance(value, dict) and value.keys() <= {"include_usage"} and all(map(_is_flag, value.values()))
-
-
 _TOKENS = _is_list(_is_integer(0, 1 << 32), MAX_BODY)
 _PROMPTS = (_is_text, _TOKENS, _is_list(_is_text, MAX_CHOICES), _is_list(_TOKENS, MAX_CHOICES))
 _MOST_TOKENS, _MOST_LOGPROBS, _MOST_STOPS = 1 << 20, 20, 16
@@ -67,7 +63,10 @@ _COMMON: dict[str, tuple[Callable[[Any], bool], str]] = {
         f"a text of 1 to 200 characters, or a list of up to {_MOST_STOPS} of them",
     ),
     "stream": (_is_flag, "true or false"),
-    "stream_options": (_is_stream_options, 'an object such as {"include_usage": true}'),
+    "stream_options": (
+        lambda value: isinstance(value, dict) and all(k == "include_usage" and _is_flag(v) for k, v in value.items()),
+        'an object such as {"include_usage": true}',
+    ),
 }
 _FIELDS: dict[bool, dict[str, tuple[Callable[[Any], bool], str]]] = {
     True: {
@@ -184,11 +183,11 @@ def format_choice(
         if not fields.get("echo"):
             scores = scores[len(prompt.ids) - 1 :]
         logprobs = (_chat_logprobs if chat else _completion_logprobs)(question, scores, bool(fields.get("echo")))
-    said: dict[str, Any] = {"message": {"role": "assistant", "content": question.text}}
+    content: dict[str, Any] = {"message": {"role": "assistant", "content": question.text}}
     if not chat:
         echo = prompt.text or question.tokenizer.decode(prompt.ids) if fields.get("echo") else ""
-        said = {"text": echo + question.text}
-    return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish_reason(question)}
+        content = {"text": echo + question.text}
+    return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason(question)}
 
 
 def _chat_logprobs(question: Question, scores: Sequence[TokenScore], echo: bool) -> dict[str, Any]:

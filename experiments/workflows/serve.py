@@ -131,8 +131,8 @@ class Batcher(threading.Thread):
             if len(batch) == _BATCH or len(questions) * width > _BATCH_TOKENS or not self.runs.can_join(questions):
                 break
             batch.append(pair)
-        taken = {id(pair[0]) for pair in batch}
-        self._waiting = [pair for pair in self._waiting if id(pair[0]) not in taken]
+        answered = {id(pair[0]) for pair in batch}
+        self._waiting = [pair for pair in self._waiting if id(pair[0]) not in answered]
         return batch
 
     def _answer(self, batch: list[_Waiting]) -> None:
@@ -175,9 +175,9 @@ class Server(socketserver.ThreadingTCPServer):
         self.deadlines: dict[socket.socket, float] = {}
         self._slots = threading.BoundedSemaphore(_CONNECTIONS)
         try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            self.address_family = found[0]
-            super().__init__(found[4], RequestHandler)  # type: ignore[arg-type]
+            address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            self.address_family = address[0]
+            super().__init__(address[4], RequestHandler)  # type: ignore[arg-type]
         except (OSError, UnicodeError) as error:
             why = getattr(error, "strerror", None) or "no such host"
             raise UserError(f"--host {host} --port {port}: {why}; take another port or address") from None

@@ -128,7 +128,7 @@ def measure_run_sharpness(
 
 def _check_options(path: Path, recipe: Recipe, batches: int, split: str | None, data: Sequence[str]) -> None:
     if recipe.mesh.size > 1 or recipe.mesh.auto:
-        axes = [axis for axis in ("replicate", "dp", "tp", "pp", "cp") if getattr(recipe.mesh, axis) > 1]
+        axes = [axis for axis in ("replicate", "dp", "ep", "tp", "pp", "cp") if getattr(recipe.mesh, axis) > 1]
         flags = " ".join([f"--mesh.{axis} 1" for axis in axes] + ["--mesh.auto false"] * recipe.mesh.auto)
         raise UserError(f"{path} ran on a mesh, and sharpness is measured in one process; add {flags}")
     if not (path / "adapter").is_dir():

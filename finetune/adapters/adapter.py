@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ from .offsets import (
     split_offsets,
 )
 from .saved import SavedAdapter
-from .settings import adapts_head, check_patterns, lora_config, with_saved_ranks
+from .settings import adapts_head, check_patterns, lora_config, saved_as_parameters, with_saved_ranks
 from .soft_tokens import attach_soft_tokens, check_projector, read_projector, write_projector
 
 if TYPE_CHECKING:
@@ -183,11 +184,27 @@ def _wrap_with_peft(backbone: PreTrainedModel, config: LoraConfig, **options: An
 
     try:
         # PEFT initialises from the global generator and warns about Conv1D; both are contained here.
-        with preserve_rng_state({p.device for p in backbone.parameters()}), warnings.catch_warnings():
+        devices = {p.device for p in backbone.parameters()}
+        with preserve_rng_state(devices), warnings.catch_warnings(), _without_renaming():
             warnings.simplefilter("ignore")
             return get_peft_model(backbone, config, **options)
     except ValueError as error:
         raise UserError(f"adapter: PEFT refuses these settings: {str(error).splitlines()[0]}") from error
+
+
+@contextmanager
+def _without_renaming() -> Iterator[None]:
+    """Make PEFT adapt the layers that are named, also those with a name that experts had before transformers 5
+    (`flatshift.finetune.adapters.settings`)."""
+    from peft.utils import transformers_weight_conversion
+
+    conversion: Any = transformers_weight_conversion
+    convert = conversion.convert_peft_config_for_transformers
+    conversion.convert_peft_config_for_transformers = lambda peft_config, model, conversions: None
+    try:
+        yield
+    finally:
+        conversion.convert_peft_config_for_transformers = convert
 
 
 def initial_value(name: str, shape: torch.Size | tuple[int, ...], seed: int, deviation: float) -> torch.Tensor:
@@ -231,7 +248,7 @@ def save_adapter(model: PeftModel, directory: str | Path) -> Path:
     config: Any = model.peft_config[ADAPTER]
     has_head = any(f"{layer}.weight" in trained for layer in lora_layers(model))  # a head under LoRA is skipped by PEFT
     has_biases = getattr(config, "bias", "none") != "none" and config.modules_to_save  # PEFT writes the modules' twice
-    if has_head or has_biases:
+    if has_head or has_biases or saved_as_parameters(config, model.get_base_model()) is not config:
         return write_adapter(model, trained, directory)
     with atomic_directory(directory) as temporary:
         vars(model)["create_or_update_model_card"] = lambda folder: None  # PEFT's empty card, 50 ms of template
@@ -259,6 +276,7 @@ def write_adapter(model: PeftModel, tensors: Mapping[str, torch.Tensor], directo
 
     directory = Path(directory)
     config = saved_config(model) if folded_offsets(model) else copy.copy(model.peft_config[ADAPTER])
+    config = saved_as_parameters(config, model.get_base_model())
     config.inference_mode = True
     if config.base_model_name_or_path is None:
         config.base_model_name_or_path = str(model.get_base_model().name_or_path)

@@ -23,7 +23,7 @@ from ..compute.micro_batch import MicroBatch
 from ..compute.protocols import LossTask
 from ..config import DATA_INITS, Adapter
 from ..errors import UserError
-from ..models.checkpoint import read_index
+from ..models.checkpoint import open_slice, read_floats
 from ..seeds import derive_seed
 from .offsets import ADAPTER, LowRankOffset, fold_offsets, lora_layers
 
@@ -254,14 +254,14 @@ def _initialise_loftq(model: PeftModel, directory: Path | None) -> None:
     packed = {name: layer for name, layer in lora_layers(model).items() if type(layer).__name__ == "Linear4bit"}
     if directory is None or not packed:
         raise UserError("adapter.init: loftq found no 4-bit layer among the adapted ones; set train.quantization: nf4")
-    prefix, entries = getattr(model.get_base_model(), "base_model_prefix", ""), read_index(directory)
+    prefix, entries = getattr(model.get_base_model(), "base_model_prefix", ""), read_floats(directory)
     for name, layer in packed.items():
         dequantized = dequantize_module_weight(layer.get_base_layer()).float()
         key = f"{name}.weight" if f"{name}.weight" in entries else f"{name}.weight".removeprefix(f"{prefix}.")
         if key not in entries:
             raise UserError(f"adapter.init: loftq does not find {name}.weight in the weight files of {directory}")
         with safe_open(entries[key].file, framework="pt") as tensors:
-            weight = tensors.get_tensor(key).to(dequantized)
+            weight = open_slice(tensors, key, entries[key])[:].to(dequantized)
         # bitsandbytes may store the transpose of a Conv1D's weight
         fitting = [w for w in (weight, weight.T) if w.shape == dequantized.shape]
         weight = min(fitting, key=lambda w: float((w - dequantized).norm()))

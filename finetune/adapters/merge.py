@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from ..atomic import write_json
 from ..errors import UserError
 from ..models.anatomy import is_conv1d
-from ..models.checkpoint import DTYPES, INDEX, SINGLE, TensorEntry, canonical_name, read_index, stacked_expert_keys
+from ..models.checkpoint import DTYPES, INDEX, SINGLE, TensorEntry, canonical_name, read_index
 from .adapter import WEIGHTS, check_saved, peft_tensor_name, read_adapter
 from .offsets import ADAPTER
 from .saved import SETTINGS, SavedAdapter, saved_scale
@@ -242,18 +242,17 @@ def _file_changes(model: PreTrainedModel, changes: dict[str, WeightDelta]) -> It
     checkpoint: Any = model.checkpoint
     for name, change in changes.items():
         if name in checkpoint.converted:
-            for key, part in _expert_parts(model, name, change):
+            for key, part in _expert_parts(checkpoint, name, change):
                 yield key, key, part
         else:
             key = checkpoint.keys[name]
             yield key, key if name == _names_sharing_tensor(checkpoint, name)[0] else name, change
 
 
-def _expert_parts(model: PreTrainedModel, name: str, change: WeightDelta) -> Iterator[tuple[str, WeightDelta]]:
+def _expert_parts(checkpoint: Any, name: str, change: WeightDelta) -> Iterator[tuple[str, WeightDelta]]:
     """Yield the files' own tensors of the parameter `name`, in which transformers stacks the experts and concatenates
     the projections (gate, up), each with its part of the change."""
-    checkpoint: Any = model.checkpoint
-    projections = stacked_expert_keys(model, checkpoint, name)
+    projections = checkpoint.stacked.get(name, [])
     if not projections or change.a.ndim != 3 or change.transposed:
         raise _merge_error(f"the files of this backbone hold {name} in a form that only transformers can make")
     start = 0

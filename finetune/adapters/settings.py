@@ -3,9 +3,9 @@ modules.
 
 **Mixtures of experts.** transformers stores the experts of a block in fused parameters (E, out, in), which are not
 linear layers; PEFT adapts them as parameters (`target_parameters`): an A and a B for each expert, r·E rows and columns
-in total. In such models PEFT also renames linear layers with former names of expert layers (`gate_proj` of a shared
-expert), when an adapter is created and when it is loaded, and would then skip them and train the router; so these too
-are adapted as parameters.
+in total. In some such models PEFT takes linear layers with former names of expert layers (`gate_proj` of a shared
+expert) for those, and would skip them and train the router. Here they are LoRA layers like all others; in a saved
+adapter they are named as parameters, with the same factors, so that PEFT reads them (`saved_as_parameters`).
 """
 
 from __future__ import annotations
@@ -72,16 +72,12 @@ def lora_config(
     if adapter.experts is not None and not fused:
         raise UserError("adapter.experts: this backbone has no mixture of experts in its blocks; leave it at null")
     if fused:
-        names = _without_routers(_linear_names(backbone, adapter, targets, task), adapter.targets)
-        # linear layers that PEFT would rename, and skip: it adapts them as parameters
-        parameters = [f"{name}.weight" for name in names if name.rsplit(".", 1)[-1] in _RENAMED]
-        targets = [name for name in names if name.rsplit(".", 1)[-1] not in _RENAMED]
+        targets = _without_routers(_linear_names(backbone, adapter, targets, task), adapter.targets)
         if adapter.experts is not None:
-            experts = [name for name in fused if _is_in_layers(name, adapter.layers)]
-            parameters += experts
-            ranks |= dict.fromkeys(experts, adapter.experts)
-            alphas |= dict.fromkeys(experts, adapter.numerator_of(adapter.experts))
-        _check_experts(adapter, parameters)
+            parameters = [name for name in fused if _is_in_layers(name, adapter.layers)]
+            ranks |= dict.fromkeys(parameters, adapter.experts)
+            alphas |= dict.fromkeys(parameters, adapter.numerator_of(adapter.experts))
+        _check_experts(adapter, parameters, renamed_layers(backbone, targets))
     elif non_language_modules(backbone):
         targets = _language_names(backbone, _linear_names(backbone, adapter, targets, task), adapter.targets)
     elif adapter.layers is not None and targets == "all-linear":
@@ -255,13 +251,12 @@ def is_fully_trained(module: str, new_parameters: Iterable[str]) -> bool:
 
 
 _ROUTERS = ("gate", "router", "shared_expert_gate")
-_RENAMED = ("gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj")
 _EXPERTS = re.compile(r"(^|\.)experts\.(gate_up_proj|down_proj|gate_proj|up_proj)$")
 
 
 def _without_routers(names: Sequence[str], targets: str | tuple[str, ...]) -> list[str]:
     """Return `names` without routers. Raises UserError if `targets` names one, or no other name is left."""
-    routers = [name for name in names if name.rsplit(".", 1)[-1] in _ROUTERS]
+    routers = [name for name in names if not set(_ROUTERS).isdisjoint(name.split("."))]
     if routers and targets != "all-linear":
         raise UserError(
             f"adapter.targets: {routers[0]} decides which experts see a token and stays frozen; take "
@@ -272,11 +267,52 @@ def _without_routers(names: Sequence[str], targets: str | tuple[str, ...]) -> li
     return [name for name in names if name not in routers]
 
 
-def _check_experts(adapter: Adapter, parameters: Sequence[str]) -> None:
-    if not parameters:
+def renamed_layers(backbone: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """Return those of the linear layers `names` that PEFT takes for former expert layers of this mixture of experts."""
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    def is_renamed(leaf: str) -> bool:
+        config = LoraConfig(target_modules=[leaf])
+        try:
+            convert_peft_config_for_transformers(config, backbone, None)
+        except ValueError:  # it asks for the other layers of the fused parameter
+            return True
+        return config.target_modules != {leaf}
+
+    leaves = {leaf: is_renamed(leaf) for leaf in {name.rsplit(".", 1)[-1] for name in names}}
+    return [name for name in names if leaves[name.rsplit(".", 1)[-1]]]
+
+
+def saved_as_parameters(config: Any, backbone: Any) -> Any:
+    """Return `config` as it is written to a file: `renamed_layers` as parameters, each with its rank and alpha, and
+    then without dropout, which PEFT has for modules alone."""
+    targets = getattr(config, "target_modules", None)  # soft tokens have none
+    renamed = [] if targets is None or isinstance(targets, str) else renamed_layers(backbone, sorted(targets))
+    if not renamed:
+        return config
+
+    def by_parameter(pattern: dict[str, Any]) -> dict[str, Any]:
+        values = {name: match_pattern(pattern, name, None) for name in renamed}
+        return pattern | {f"{name}.weight": value for name, value in values.items() if value is not None}
+
+    return dataclasses.replace(
+        config,
+        target_modules=sorted(set(config.target_modules or ()) - set(renamed)),
+        target_parameters=sorted([*(config.target_parameters or ()), *(f"{name}.weight" for name in renamed)]),
+        rank_pattern=by_parameter(config.rank_pattern or {}),
+        alpha_pattern=by_parameter(config.alpha_pattern or {}),
+        lora_dropout=0.0,
+    )
+
+
+def _check_experts(adapter: Adapter, parameters: Sequence[str], renamed: Sequence[str]) -> None:
+    """Raise UserError for a setting that PEFT does not have for its adapters of parameters: of experts while they
+    train, of `renamed` layers in a file."""
+    if not (parameters or renamed):
         return
     settings = {
-        "adapter.dropout": adapter.dropout > 0,
+        "adapter.dropout": adapter.dropout > 0 and bool(parameters),
         "adapter.dora": adapter.dora,
         f"adapter.init: {adapter.init}": adapter.init != "default",
         "adapter.under": adapter.under is not None,
@@ -284,6 +320,7 @@ def _check_experts(adapter: Adapter, parameters: Sequence[str]) -> None:
     for name, used in settings.items():
         if used:
             raise UserError(
-                f"{name} does not go with adapters on experts: {parameters[0]} is adapted as a whole tensor; set "
-                "adapter.targets to the attention's layers and leave adapter.experts at null, or leave it off"
+                f"{name} does not go with adapters on experts: PEFT keeps that of {[*parameters, *renamed][0]} as one "
+                "of a whole tensor; set adapter.targets to the attention's layers and leave adapter.experts at null, "
+                "or leave it off"
             )

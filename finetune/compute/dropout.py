@@ -215,15 +215,15 @@ class _DropoutFunction(torch.autograd.Function):
     """x · kept · scale; saves only the mask, one byte per element. Differentiable any number of times."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kept: Tensor, scale: float) -> Tensor:
-        ctx.save_for_backward(kept)
+    def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(mask)
         ctx.scale = scale
-        return (x * kept).mul_(scale)
+        return (x * mask).mul_(scale)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (kept,) = ctx.saved_tensors
-        return _DropoutFunction.apply(grad, kept, ctx.scale), None, None
+        (mask,) = ctx.saved_tensors
+        return _DropoutFunction.apply(grad, mask, ctx.scale), None, None
 
 
 def recompute_factory() -> Callable[[], DropoutPass] | None:

@@ -62,12 +62,12 @@ class MicroBatches(Protocol):
 
 def available_kernels() -> dict[str, FusedLossKernel]:
     """Return the kernels available here by name; their packages are not imported yet."""
-    found: dict[str, FusedLossKernel] = {}
+    kernels: dict[str, FusedLossKernel] = {}
     if importlib.util.find_spec("liger_kernel") is not None:
-        found["liger"] = _liger
+        kernels["liger"] = _liger
     if hasattr(F, "linear_cross_entropy") and hasattr(nn, "LinearCrossEntropyOptions"):
-        found["torch"] = _torch
-    return found
+        kernels["torch"] = _torch
+    return kernels
 
 
 def _operands(hidden: Tensor, linear: nn.Linear) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -83,10 +83,10 @@ def _liger(hidden: Tensor, linear: nn.Linear, targets: Tensor, *, smoothing: flo
 
     rows, weight, bias = _operands(hidden, linear)
     with torch.autocast(hidden.device.type, enabled=False):
-        found = liger_fused_linear_cross_entropy(
+        result = liger_fused_linear_cross_entropy(
             rows, weight, targets, bias=bias, reduction="sum", label_smoothing=smoothing
         )
-    loss: Tensor = found if isinstance(found, Tensor) else found[0]
+    loss: Tensor = result if isinstance(result, Tensor) else result[0]
     return loss.float()
 
 
@@ -196,6 +196,8 @@ def choose_loss_kernel(
     """
     if head is None or head.cap is not None or not is_cuda(engine.device) or engine.world.width("tp", "pp", "cp") > 1:
         return head
+    if hasattr(head.linear, "vocabulary"):  # the ranks share its product
+        return head
     if train.deterministic:  # timings vary between runs, and the other kernels add in no fixed order
         return head
     kernels = available_kernels() if kernels is None else kernels
@@ -209,8 +211,8 @@ def choose_loss_kernel(
         return head
     trials = _try_kernels(engine, head, batches.at(0)[0], task=task, train=train, kernels=kernels)
     seconds = _max_over_ranks(engine, {name: trials[name].seconds for name in (OURS, *kernels)})
-    taken = min(kernels, key=lambda name: seconds[name])
-    name = taken if seconds[taken] <= GAIN * seconds[OURS] else OURS
+    fastest = min(kernels, key=lambda name: seconds[name])
+    name = fastest if seconds[fastest] <= GAIN * seconds[OURS] else OURS
     log(_format_choice(name, seconds, trials))
     if engine.is_main:
         shown = {each: None if math.isinf(value) else value for each, value in seconds.items()}
@@ -230,12 +232,12 @@ def _try_kernels(
 ) -> dict[str, KernelTrial]:
     """Try the kernels on the hidden states of `micro` inside the head's own forward, where FSDP2 has gathered its
     weights."""
-    batch, found = micro.to(engine.device), dict[str, KernelTrial]()
+    batch, trials = micro.to(engine.device), dict[str, KernelTrial]()
 
     def cost(hidden: Tensor) -> Tensor:
         values, targets = align_targets(hidden, batch.labels, task)
         mask = targets != IGNORED
-        found.update(benchmark_kernels(kernels, values[mask], head.linear, targets[mask], ratio=task.smoothing))
+        trials.update(benchmark_kernels(kernels, values[mask], head.linear, targets[mask], ratio=task.smoothing))
         return hidden.new_zeros(1, 1, 1)
 
     around = autocast(train, engine.device) if compute_dtype(train) != torch.float32 else contextlib.nullcontext()
@@ -248,7 +250,7 @@ def _try_kernels(
     ):
         engine.eval_model(**batch.inputs)
     engine.reshard()
-    return found
+    return trials
 
 
 def _format_choice(name: str, seconds: Mapping[str, float], trials: Mapping[str, KernelTrial]) -> str:

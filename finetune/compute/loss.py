@@ -76,8 +76,7 @@ class Head:
         """
         hidden, vocabulary = self._scaled(hidden), getattr(self.linear, "vocabulary", None)
         if vocabulary is not None:
-            assert smoothing == 0  # flatshift.finetune.planner.rules
-            loss: Tensor = vocabulary.cross_entropy(hidden, self.linear, targets, cap=self.cap)
+            loss: Tensor = vocabulary.cross_entropy(hidden, self.linear, targets, smoothing=smoothing, cap=self.cap)
             return loss
         if self.kernel is not None and hidden.requires_grad and len(hidden):
             return self.kernel(hidden, self.linear, targets, smoothing=smoothing)
@@ -123,15 +122,15 @@ class Head:
 
     def taken(self, function: Callable[[Tensor], _Any], run: Callable[[], Any]) -> _Any:
         """Return `function` of the last hidden states [B, T, D] while `run` calls the model without logits."""
-        found: list[_Any] = []
+        values: list[_Any] = []
 
         def watch(hidden: Tensor) -> Tensor:
-            found.append(function(hidden))
+            values.append(function(hidden))
             return hidden.new_zeros(1, 1, 1)
 
         with self.computing(watch):
             run()
-        (only,) = found
+        (only,) = values
         return only
 
 
@@ -167,15 +166,11 @@ def batch_loss(model: nn.Module, batch: Batch, *, task: LossTask, head: Head | N
         return loss_sum(logits, batch.labels, task=task, chosen=_target_indices(batch))
 
     def cost(hidden: Tensor) -> Tensor:
-        return head.as_output(_head_loss(hidden, head, batch, task))
+        rows, targets = select_targets(hidden, batch.labels, task, _target_indices(batch))
+        return head.as_output(head.cross_entropy(rows, targets, smoothing=task.smoothing))
 
     with head.computing(cost), attention_kernel(batch.inputs), packed_attention.packed_batch(batch) as inputs:
         return head.from_logits(model(**inputs).logits).sum()
-
-
-def _head_loss(hidden: Tensor, head: Head, batch: Batch, task: LossTask) -> Tensor:
-    rows, targets = select_targets(hidden, batch.labels, task, _target_indices(batch))
-    return head.cross_entropy(rows, targets, smoothing=task.smoothing)
 
 
 def answer_log_probs(model: nn.Module, batch: MicroBatch, *, task: LossTask, head: Head | None = None) -> Tensor:

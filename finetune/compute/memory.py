@@ -24,6 +24,9 @@ _PROOF = 1 << 25
 """Bytes of a test allocation that the C library's counter must report to be trusted."""
 
 
+_CGROUP = Path("/sys/fs/cgroup")
+
+
 def cublas_workspace_env(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variable that makes cuBLAS reproducible (`train.deterministic`): 32 MiB of workspace per
     stream. cuBLAS reads it at its first product. Empty if the environment sets it already."""
@@ -151,7 +154,7 @@ def machine_memory() -> int | None:
     with contextlib.suppress(OSError, ValueError, AttributeError):
         bounds.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     with contextlib.suppress(OSError, ValueError):
-        bounds.append(int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8")))
+        bounds.append(int((_CGROUP / "memory.max").read_text(encoding="utf-8")))
     return min(bounds, default=None)
 
 
@@ -162,6 +165,6 @@ def available_memory() -> int | None:
         text = Path("/proc/meminfo").read_text(encoding="utf-8")
         bounds += [int(kib) << 10 for kib in re.findall(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)]
     with contextlib.suppress(OSError, ValueError):
-        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        limit, used = (int((_CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
         bounds.append(max(0, limit - used))
     return min(bounds) if bounds else machine_memory()

@@ -22,6 +22,7 @@ import numpy as np
 from ..errors import UserError
 from ..seeds import numpy_generator
 from .example import IGNORE, Example
+from .labels import label_index
 from .rows import Row
 
 _Each = TypeVar("_Each", Row, Example)
@@ -70,8 +71,6 @@ def flip_row_labels(
     Returns the new rows, and the ids of those whose label was replaced. Raises UserError as `flip_labels`, or for a
     label that is not in `label_names`.
     """
-    from .labels import label_index
-
     if not rate:
         return list(rows), []
     index = [label_index(row, label_names) for row in rows]

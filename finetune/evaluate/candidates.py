@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..compute.loss import Head
+from ..data.encoding import iter_chunks
 from ..data.eval_batching import EvalBatching
 from ..models.anatomy import cache_argument, output_cache
 from .generation import pad_rows
@@ -55,7 +58,7 @@ def tokenize_candidates(tokenizer: Any, texts: Sequence[tuple[str, str, str]], b
     contexts = list(dict.fromkeys(context for context, _, _ in moved))
     sizes = dict(zip(contexts, map(len, tokenizer(contexts, **plain)["input_ids"]), strict=True))
     whole = tokenizer(["".join(parts) for parts in moved], return_offsets_mapping=True, **plain)
-    found = []
+    candidates = []
     for (context, label, after), ids, offsets in zip(moved, whole["input_ids"], whole["offset_mapping"], strict=True):
         size = min(sizes[context], len(ids) - 1)
         if not begin and size == 0:
@@ -64,24 +67,29 @@ def tokenize_candidates(tokenizer: Any, texts: Sequence[tuple[str, str, str]], b
         held = [i for i, (a, b) in enumerate(offsets) if i >= size and a < high and b > low]
         span = (held[0] - size, held[-1] + 1 - size) if held else (0, len(ids) - size)
         scored = len((label + after).encode())
-        found.append(Candidate((*begin, *ids), len(begin) + size, span, scored))
-    return found
+        candidates.append(Candidate((*begin, *ids), len(begin) + size, span, scored))
+    return candidates
 
 
 @torch.no_grad()
 def score_candidates(
-    model: Any, items: Sequence[Sequence[Candidate]], inference: EvalBatching, *, shared: bool | None = None
+    model: Any,
+    items: Sequence[Sequence[Candidate]],
+    inference: EvalBatching,
+    *,
+    head: Head | None = None,
+    shared: bool | None = None,
 ) -> list[list[NDArray[np.float64]]]:
     """Return log p of every scored token of every candidate of every item.
 
-    The model must be in evaluation mode. shared: None tests whether the model's cache can be repeated; False scores
-    every candidate separately.
+    The model must be in evaluation mode. head: as in `answer_nats`. shared: None tests whether the model's cache can be
+    repeated; False scores every candidate separately.
     """
     if shared is None:
-        shared = _can_repeat_cache(model, items, inference)
+        shared = _can_repeat_cache(model, items, inference, head)
     if not shared:
         return _score_separately(model, items, inference)
-    found: list[list[NDArray[np.float64]]] = [[] for _ in items]
+    scores: list[list[NDArray[np.float64]]] = [[] for _ in items]
     for group in _group_by_prefix(items):
         members = [items[i] for i in group]
         size = min(
@@ -94,11 +102,11 @@ def score_candidates(
             with inference.precision():
                 cache = output_cache(model(input_ids=prefix, use_cache=True, logits_to_keep=1))
         order = sorted(group, key=lambda i: -len(items[i][0].ids))
-        for batch in _item_batches(order, items, model, inference):
-            made = _score_after_prefix(model, [items[i] for i in batch], cache, size, inference)
-            for i, scored in zip(batch, made, strict=True):
-                found[i] = scored
-    return found
+        for batch in _item_batches(order, items, model, inference, head):
+            batch_scores = _score_after_prefix(model, [items[i] for i in batch], cache, size, inference, head)
+            for i, scored in zip(batch, batch_scores, strict=True):
+                scores[i] = scored
+    return scores
 
 
 def _group_by_prefix(items: Sequence[Sequence[Candidate]]) -> list[list[int]]:
@@ -108,10 +116,10 @@ def _group_by_prefix(items: Sequence[Sequence[Candidate]]) -> list[list[int]]:
     for i, item in enumerate(items):
         groups.setdefault((len(item), *item[0].ids[: 2 * _WORTH]), []).append(i)
     alone = [i for group in groups.values() if len(group) == 1 for i in group]
-    found = [group for group in groups.values() if len(group) > 1]
+    partners = [group for group in groups.values() if len(group) > 1]
     for count in sorted({len(items[i]) for i in alone}):
-        found.append([i for i in alone if len(items[i]) == count])
-    return found
+        partners.append([i for i in alone if len(items[i]) == count])
+    return partners
 
 
 def _common_prefix_length(rows: Sequence[Sequence[int]]) -> int:
@@ -129,26 +137,33 @@ def _shared_length(item: Sequence[Candidate]) -> int:
 
 
 def _item_batches(
-    order: list[int], items: Sequence[Sequence[Candidate]], model: Any, inference: EvalBatching
+    order: list[int], items: Sequence[Sequence[Candidate]], model: Any, inference: EvalBatching, head: Head | None
 ) -> list[list[int]]:
-    vocabulary, found, start = int(model.config.get_text_config().vocab_size), [], 0
+    if head is not None:
+        return list(iter_chunks(order, inference.batch_size))
+    vocabulary, batches, start = int(model.config.get_text_config().vocab_size), [], 0
     while start < len(order):
         item = items[order[start]]
         longest = max(len(one.ids) for one in item) - _shared_length(item)
         rows = max(1, min(inference.batch_size, _LOGITS // (len(item) * longest * vocabulary)))
-        found.append(order[start : start + rows])
+        batches.append(order[start : start + rows])
         start += rows
-    return found
+    return batches
 
 
 def _score_after_prefix(
-    model: Any, items: Sequence[Sequence[Candidate]], cache: Any, size: int, inference: EvalBatching
+    model: Any,
+    items: Sequence[Sequence[Candidate]],
+    cache: Any,
+    size: int,
+    inference: EvalBatching,
+    head: Head | None,
 ) -> list[list[NDArray[np.float64]]]:
     """Score items after `size` shared tokens, which `cache` holds: own words (B, M), then candidates (B·K, C)."""
     owns = [_shared_length(item) for item in items]
     heads = [item[0].ids[size:own] for item, own in zip(items, owns, strict=True)]
     tails = [one.ids[own:] for item, own in zip(items, owns, strict=True) for one in item]
-    nats, _ = answer_nats(model, heads, tails, inference, size=size, cache=cache)
+    nats, _ = answer_nats(model, heads, tails, inference, size=size, cache=cache, head=head)
     rows = iter((-nats.double()).cpu().numpy())
     return [
         [next(rows)[one.start - own : len(one.ids) - own] for one in item]
@@ -165,11 +180,13 @@ def answer_nats(
     *,
     size: int = 0,
     cache: Any = None,
+    head: Head | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return −log p of every token of B·K answers, K after each of B prompts in turn, each prompt read once: (B·K, C),
-    and the mask of real tokens.
+    """Return −log p of every token of B·K answers, K after each of B prompts in turn, each prompt read once: (B·K, C)
+    float32, and the mask of real tokens.
 
-    Prompts are padded on the left, answers on the right. cache: of `size` tokens before all prompts.
+    Prompts are padded on the left, answers on the right. cache: of `size` tokens before all prompts. head: the model's
+    own (`flatshift.finetune.compute.loss.find_head`), which computes the logits of real tokens alone, some at a time.
     """
     each = len(answers) // len(prompts)
     ids, mask = pad_rows(prompts, inference.pad_id, left=True)
@@ -177,30 +194,42 @@ def answer_nats(
     positions = size + (mask.cumsum(-1) - 1).clamp_min(0)
     ids, mask, written, real, positions = (t.to(inference.device) for t in (ids, mask, written, real, positions))
     mask = torch.cat([mask.new_ones(len(prompts), size), mask], dim=1)
-    kept = {}
+    repeated = {}
     if cache is not None:
         cache = copy.deepcopy(cache)  # it is repeated in place, and serves other batches too
         cache.batch_repeat_interleave(len(prompts))
-        kept = cache_argument(cache)
+        repeated = cache_argument(cache)
     with inference.precision():
         asked = model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1, **kept
+            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1, **repeated
         )
-        logits = asked.logits.repeat_interleave(each, dim=0)
+        log_probs = F.log_softmax(asked.logits[:, -1].float(), dim=-1)
+        nats = log_probs.new_zeros(written.shape)
+        nats[:, 0] = -log_probs.gather(-1, written[:, 0].view(len(prompts), each)).flatten()
         if written.shape[1] > 1:
             after = output_cache(asked)
             after.batch_repeat_interleave(each)
             start = (positions[:, -1:] + 1).repeat_interleave(each, dim=0)
-            said = model(
+            run = partial(
+                model,
                 input_ids=written[:, :-1],
                 attention_mask=torch.cat([mask.repeat_interleave(each, dim=0), real[:, :-1]], dim=1),
                 position_ids=start + torch.arange(written.shape[1] - 1, device=start.device),
                 use_cache=True,
                 **cache_argument(after),
             )
-            logits = torch.cat([logits, said.logits], dim=1)
-    nats = F.cross_entropy(logits.float().flatten(0, 1), written.flatten(), reduction="none").view(written.shape)
+            targets, is_real = written[:, 1:], real[:, 1:].bool()
+            if head is None:
+                logits = run().logits[is_real].float()
+                nats[:, 1:][is_real] = F.cross_entropy(logits, targets[is_real], reduction="none")
+            else:
+                entropies = partial(_real_entropies, head=head, targets=targets, is_real=is_real)
+                nats[:, 1:][is_real] = head.taken(entropies, run)
     return nats, real
+
+
+def _real_entropies(hidden: Tensor, head: Head, targets: Tensor, is_real: Tensor) -> Tensor:
+    return head.cross_entropies(hidden[is_real], targets[is_real])
 
 
 def _score_separately(
@@ -209,7 +238,7 @@ def _score_separately(
     """Score every candidate as a separate sequence, the longest first."""
     flat = [one for item in items for one in item]
     order = sorted(range(len(flat)), key=lambda i: -len(flat[i].ids))
-    found: dict[int, NDArray[np.float64]] = {}
+    scores: dict[int, NDArray[np.float64]] = {}
     vocabulary, start = int(model.config.get_text_config().vocab_size), 0
     while start < len(order):
         rows = max(1, min(inference.batch_size, _LOGITS // (len(flat[order[start]].ids) * vocabulary)))
@@ -221,13 +250,15 @@ def _score_separately(
         nats = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
         each = (-nats.double()).view(len(batch), -1).cpu().numpy()
         for i, row in zip(batch, each, strict=True):
-            found[i] = row[flat[i].start - 1 : len(flat[i].ids) - 1]
+            scores[i] = row[flat[i].start - 1 : len(flat[i].ids) - 1]
         start += rows
     rows_ = iter(range(len(flat)))
-    return [[found[next(rows_)] for _ in item] for item in items]
+    return [[scores[next(rows_)] for _ in item] for item in items]
 
 
-def _can_repeat_cache(model: Any, items: Sequence[Sequence[Candidate]], inference: EvalBatching) -> bool:
+def _can_repeat_cache(
+    model: Any, items: Sequence[Sequence[Candidate]], inference: EvalBatching, head: Head | None
+) -> bool:
     """True if both ways agree on the shortest, middle and longest item of the largest group together, so that padding
     is included."""
     if getattr(model, "soft_tokens", 0):
@@ -238,7 +269,7 @@ def _can_repeat_cache(model: Any, items: Sequence[Sequence[Candidate]], inferenc
     probe = [items[i] for i in dict.fromkeys((group[0], group[len(group) // 2], group[-1]))]
     alone = _score_separately(model, probe, inference)
     try:
-        both = score_candidates(model, probe, inference, shared=True)
+        both = score_candidates(model, probe, inference, head=head, shared=True)
     except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError):
         return False
     exact = inference.autocast_dtype is None and next(model.parameters()).dtype == torch.float32

@@ -115,8 +115,10 @@ def continue_prompts(
     with evaluation_mode(model), _without_generation_config(model):
         own = list(range(len(prompts)) if numbers is None else numbers)
         drawing = lambda places: _logits_processors(decoding, [own[place] for place in places])  # noqa: E731
-        for places, said in generate_batches(model, prompts, config, inference, processors=drawing, on_token=on_token):
-            for place, tokens in zip(places, said.tolist(), strict=True):
+        for places, answers in generate_batches(
+            model, prompts, config, inference, processors=drawing, on_token=on_token
+        ):
+            for place, tokens in zip(places, answers.tolist(), strict=True):
                 stop = next((k for k, token in enumerate(tokens) if token in ends), None)
                 yield place, GeneratedAnswer(tokens[:stop], stop is not None)
 

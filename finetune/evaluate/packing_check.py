@@ -57,12 +57,12 @@ def check_packing_isolation(
     others = torch.cat([tokens[:, :8].add(1).remainder(vocabulary), tokens[:, 8:]], dim=1)
     positions = torch.arange(8, device=device)[None]
     advice = "set task.pack: false"
-    told = {}
+    options = {}
     if starts:
-        told = {"attention_mask": offsets_as_mask(torch.tensor([0, 8, 16], dtype=torch.int32, device=device), 8)}
+        options = {"attention_mask": offsets_as_mask(torch.tensor([0, 8, 16], dtype=torch.int32, device=device), 8)}
 
     def packed(ids: Tensor) -> Tensor:
-        return model(input_ids=ids, position_ids=positions.repeat(1, 2), **told).logits[:, 8:].float()
+        return model(input_ids=ids, position_ids=positions.repeat(1, 2), **options).logits[:, 8:].float()
 
     def in_rows(ids: Tensor) -> Tensor:
         return model(input_ids=ids.view(2, 8), position_ids=positions.repeat(2, 1)).logits[1:].float()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,12 +17,9 @@ from ..data.eval_batching import ALONE, EvalBatching
 from ..data.example import Example
 from ..models.anatomy import vocabulary_size
 from .bootstrap import BootstrapInterval
+from .evaluator import Evaluator
 from .metrics import metric_functions
 from .perplexity import LOGITS
-
-if TYPE_CHECKING:
-    from .evaluator import Evaluator
-
 
 Ratio = tuple[np.ndarray, np.ndarray]
 """Values and counts of a metric for N examples, (N,) each."""

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..compute.loss import Head, find_head, head_probe
 from ..compute.protocols import LossTask
 from ..data.encoding import iter_chunks
 from ..data.eval_batching import ALONE, EvalBatching
@@ -34,20 +35,33 @@ def rank_choices(model: Any, examples: Sequence[Example], inference: EvalBatchin
 
     The model must be in evaluation mode (`evaluating`). Each example has K `choices`.
     """
-    if not _can_repeat_cache(model, examples, inference, task):
+    head = _find_head(model, examples, inference, task)
+    if not _can_repeat_cache(model, examples, inference, task, head):
         return _rank_separately(model, examples, inference, task)
     scores = np.zeros((len(examples), len(examples[0].choices or ())))
     order = sorted(range(len(examples)), key=lambda i: -len(examples[i].input_ids))
     for batch in iter_chunks(order, inference.batch_size):
         index, counts = inference.share.mine(batch)
-        found = _rank_with_shared_prompt(model, [examples[i] for i in index], inference)
+        batch_scores = _rank_with_shared_prompt(model, [examples[i] for i in index], inference, head)
         if counts:
-            scores[index] = found
+            scores[index] = batch_scores
         inference.heartbeat(len(batch))
     return inference.share.add(scores)
 
 
-def _can_repeat_cache(model: Any, examples: Sequence[Example], inference: EvalBatching, task: LossTask) -> bool:
+def _find_head(model: Any, examples: Sequence[Example], inference: EvalBatching, task: LossTask) -> Head | None:
+    """Return the model's plain head; None on a mesh, for examples with features, or if it has none."""
+    prompt = prompt_tokens(examples[0])
+    if inference.share != ALONE or not prompt or examples[0].features is not None:
+        return None
+    with inference.precision():
+        inputs = {"input_ids": torch.tensor([prompt], device=inference.device)}
+        return find_head(model, head_probe(inputs), task=task)
+
+
+def _can_repeat_cache(
+    model: Any, examples: Sequence[Example], inference: EvalBatching, task: LossTask, head: Head | None
+) -> bool:
     """True if both ways agree on the shortest and the longest example together (so that padding is included)."""
     if any(not prompt_tokens(example) or example.features is not None for example in examples):
         return False  # no prompt to share, or one that starts with feature vectors
@@ -56,7 +70,7 @@ def _can_repeat_cache(model: Any, examples: Sequence[Example], inference: EvalBa
     alone = replace(inference.share, index=0, width=1, add=ALONE.add)
     apart = _rank_separately(model, probe, replace(inference, share=alone).without_heartbeat(), task)
     try:
-        shared = _rank_with_shared_prompt(model, probe, inference)
+        shared = _rank_with_shared_prompt(model, probe, inference, head)
     except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError):
         return False
     exact = inference.autocast_dtype is None and next(model.parameters()).dtype == torch.float32
@@ -87,8 +101,11 @@ def _score_pairs(model: Any, examples: Sequence[Example], inference: EvalBatchin
     return -nats.reshape(len(examples), -1)
 
 
-def _rank_with_shared_prompt(model: Any, examples: Sequence[Example], inference: EvalBatching) -> np.ndarray:
+def _rank_with_shared_prompt(
+    model: Any, examples: Sequence[Example], inference: EvalBatching, head: Head | None
+) -> np.ndarray:
     """Score B examples with K choices each, reading each prompt once, (B, K)."""
     choices = [choice for example in examples for choice in example.choices or ()]
-    nats, real = answer_nats(model, [prompt_tokens(example) for example in examples], choices, inference)
+    prompts = [prompt_tokens(example) for example in examples]
+    nats, real = answer_nats(model, prompts, choices, inference, head=head)
     return -(nats.double() * real).sum(-1).view(len(examples), -1).cpu().numpy()

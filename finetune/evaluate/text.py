@@ -26,6 +26,7 @@ import regex
 from numpy.typing import NDArray
 
 from ..compute.protocols import LossTask
+from ..data.encoding import SpecialTokens
 from ..data.eval_batching import EvalBatching
 from ..data.example import IGNORE, Example
 from ..errors import UserError
@@ -125,8 +126,6 @@ def score_texts(
 def beginning_tokens(tokenizer: Any) -> tuple[int, ...]:
     """Return the tokens before a document: those of training, else its end-of-sequence token, so that every token is
     scored. Raises UserError: the tokenizer has neither."""
-    from ..data.encoding import SpecialTokens
-
     prefix = SpecialTokens.of(tokenizer).prefix
     if not prefix and tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no token that could stand before a text; name a backbone with bos or eos")

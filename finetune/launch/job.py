@@ -23,13 +23,13 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from ..errors import STOP_SIGNALS, UserError, escape_control_characters, first_error_line, is_out_of_memory
+from ..errors import STOP_SIGNALS, UserError, escape_control_characters, first_error_line, is_out_of_memory, shorten
 from ..redaction import redact_urls
 
 BOARD_VARIABLE, CAUSE = "FLATSHIFT_BOARD", "cause"
@@ -207,6 +207,52 @@ def is_store_hosted_by_agent() -> bool:
 def restart_count() -> int:
     """Return the number of times the launcher has restarted this job."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def slurm_rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of torchrun for a process that `srun` started as one of several; else none.
+
+    None for a rank of another launcher (RANK is set), for a step of one task and for a batch script, which Slurm gives
+    the variables of a task although no step runs. MASTER_ADDR and MASTER_PORT are kept; by default they are the first
+    host and a port by the job's number. Raises UserError for variables that are missing or contradict each other.
+    """
+    in_batch_script = "SLURM_SUBMIT_DIR" in environment and "SLURM_STEP_ID" not in environment
+    if "RANK" in environment or "SLURM_PROCID" not in environment or in_batch_script:
+        return {}
+
+    def number(*names: str) -> int:
+        text = next((environment[name] for name in names if name in environment), "")
+        if not re.fullmatch(r"[0-9]{1,9}", text):
+            raise UserError(
+                f"SLURM_PROCID is set, but {names[-1]} is {shorten(ascii(text)) if text else 'not'}; start every rank "
+                "with srun, or unset SLURM_PROCID"
+            )
+        return int(text)
+
+    size = number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    if size == 1:
+        return {}
+    rank, local, hosts = number("SLURM_PROCID"), number("SLURM_LOCALID"), environment.get("SLURM_STEP_NODELIST")
+    hosts = environment.get("MASTER_ADDR") or hosts or environment.get("SLURM_JOB_NODELIST")
+    other = environment.get("WORLD_SIZE", str(size))
+    if rank >= size or local > rank or other != str(size):
+        wrong = f"WORLD_SIZE {shorten(other)}" if other != str(size) else f"SLURM_PROCID {rank}, SLURM_LOCALID {local}"
+        raise UserError(f"{wrong} and SLURM_NTASKS {size} contradict each other; start every rank with one srun")
+    if not hosts:
+        raise UserError("SLURM_PROCID is set, but SLURM_JOB_NODELIST is not; start every rank with srun")
+    first_host = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", hosts).partition(",")[0]
+    job_number = number("SLURM_JOB_ID") if "SLURM_JOB_ID" in environment else 0
+    on_node = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", str(size))
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        # a task with GPUs of its own sees no others
+        "LOCAL_RANK": "0" if "SLURM_GPUS_PER_TASK" in environment else str(local),
+        "LOCAL_WORLD_SIZE": re.split(r"\D", on_node)[0],
+        "MASTER_ADDR": first_host,
+        "MASTER_PORT": environment.get("MASTER_PORT", str(15_000 + job_number % 15_000)),
+        "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", environment.get("SLURM_CPUS_PER_TASK", "1")),
+    }
 
 
 def is_multi_rank() -> bool:

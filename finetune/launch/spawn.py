@@ -24,7 +24,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -45,7 +44,6 @@ from .job import (
     rank,
     read_cause,
     require_board,
-    restart_count,
     sign_off,
 )
 
@@ -69,11 +67,6 @@ def is_launched_rank() -> bool:
 def must_spawn_ranks(mesh: Mesh) -> bool:
     """Return True if this process has to start the ranks of `mesh` itself."""
     return mesh.size > 1 and not is_launched_rank()
-
-
-def is_restarted() -> bool:
-    """Return True if torchrun restarted this job after a failure."""
-    return restart_count() > 0
 
 
 def may_restart() -> bool:
@@ -296,7 +289,7 @@ def join_mesh(mesh: Mesh, device: str) -> ProcessMesh:
     import torch
     import torch.distributed as dist
 
-    from ..parallel.mesh import ProcessMesh, check_mesh_size
+    from ..parallel.mesh import TIMEOUT, ProcessMesh, check_mesh_size
     from . import watchdog
 
     processes = int(os.environ["WORLD_SIZE"]) if is_launched_rank() else 1
@@ -306,17 +299,17 @@ def join_mesh(mesh: Mesh, device: str) -> ProcessMesh:
         return ProcessMesh.alone(own_device)
     watchdog.start(mesh.stall)
     _wait_for_all_ranks(processes)
-    # Practically no timeout: one rank may work for long while the others wait, and the watchdog distinguishes a slow
-    # step from a hung one.
+    is_cuda = own_device.type == "cuda"
+    if is_cuda:
+        torch.cuda.set_device(own_device)
     dist.init_process_group(
-        "gloo" if own_device.type == "cpu" else "cpu:gloo,cuda:nccl",
+        "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
         store=job_store(),
         rank=rank(),
         world_size=processes,
-        timeout=timedelta(days=7),
+        timeout=TIMEOUT,
+        device_id=own_device if is_cuda else None,  # NCCL connects at once, and splits a group off per axis
     )
-    if own_device.type == "cuda":
-        torch.cuda.set_device(own_device)
     return ProcessMesh.of(mesh, own_device)
 
 

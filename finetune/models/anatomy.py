@@ -7,6 +7,7 @@ transformers 5.24 renamed `past_key_values` to `cache`, in the arguments and in 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,24 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
                 yield from outermost(child)
 
     return [attention for block in transformer_blocks(model) for attention in outermost(block)]
+
+
+def routed_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that compute a block's routed experts from parameters (E, ., .), by name, with PEFT's layers
+    around them."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if re.search(r"(^|\.)experts$", name) and stacked_parameters(module)
+    }
+
+
+def stacked_parameters(experts: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters with a first dim for each of the `routed_experts`, by their name in the backbone."""
+    base: Any = experts.get_base_layer() if hasattr(experts, "lora_A") else experts  # type: ignore[operator]
+    own = {name: parameter for name, parameter in base._parameters.items() if parameter is not None}
+    counts = {len(parameter) for parameter in own.values() if parameter.ndim == 3}
+    return {name: p for name, p in own.items() if p.ndim and len(counts) == 1 and len(p) in counts}
 
 
 def vocabulary_size(model: Any) -> int:

@@ -417,8 +417,8 @@ def load_config(directory: Path) -> Any:
         with quiet_transformers():
             config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # each architecture validates its own config, with many kinds of exceptions
-        told = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{directory / 'config.json'} does not fit its architecture: {shorten(told, 140)}") from error
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{directory / 'config.json'} does not fit its architecture: {shorten(reason, 140)}") from error
     check_sizes(config, directory / "config.json")
     return config
 

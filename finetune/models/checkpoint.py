@@ -10,10 +10,11 @@ shapes alone.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..atomic import read_json_object
 from ..compute.capabilities import seeded_rng
 from ..errors import UserError, first_error_line
+from .dequantize import QuantizedTensor, find_quantized
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -43,6 +46,7 @@ DTYPES = {
     "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 _LENGTH = 8  # bytes that hold the header's length, little endian
 _LONGEST = 100_000_000  # bytes of a header, the limit of the format
@@ -57,6 +61,8 @@ class TensorEntry:
     shape: tuple[int, ...]
     offset: int
     """Byte offset of the tensor in its file, for reading in order."""
+    quantized: QuantizedTensor | None = None
+    """A weight that the files store quantised, of which this entry describes the floats."""
 
     @property
     def bytes(self) -> int:
@@ -131,6 +137,32 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
     return entries
 
 
+def read_floats(directory: Path) -> dict[str, TensorEntry]:
+    """Return the tensors of `read_index`, with one of floats for each weight that the files store quantised.
+
+    Raises UserError as `read_index`, or for a quantisation that is not read (`flatshift.finetune.models.dequantize`).
+    """
+    entries, config = read_index(directory), directory / "config.json"
+    settings = read_json_object(config, fix="fetch the backbone again").get("quantization_config")
+    if settings is None:
+        return entries
+    weights = find_quantized(entries, settings if isinstance(settings, dict) else {}, context=str(directory))
+    stored = {key for weight in weights.values() for key, _ in weight.parts.values()}
+    floats = {key: entry for key, entry in entries.items() if key not in stored}
+    bare = [key for key, entry in floats.items() if entry.dtype.is_floating_point and entry.dtype.itemsize == 1]
+    if bare:
+        raise UserError(f"{directory}: the scales of {bare[0]} are not among its weights; take the unquantised one")
+    for name, weight in weights.items():
+        (first, *_) = (entries[key] for key, _ in weight.parts.values())
+        floats[name] = TensorEntry(first.file, torch.bfloat16, weight.shape, first.offset, weight)
+    return floats
+
+
+def open_slice(file: Any, key: str, entry: TensorEntry) -> Any:
+    """Return a view of the tensor `key` of an open safetensors `file`, which reads what it is indexed with."""
+    return file.get_slice(key) if entry.quantized is None else entry.quantized
+
+
 _WRAPPER = re.compile(r"(^|\.)(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)(?=\.|$)")
 _PART = re.compile(r"^part\d+\.")
 _BASE_LAYER = re.compile(r"\.base_layer(?!\.lora_)")
@@ -147,7 +179,10 @@ class CheckpointFiles:
     keys: dict[str, str]
     """Model name → name in the files of tensors that can be read as is; every name of tied weights has an entry."""
     converted: tuple[str, ...]
-    """Model names whose tensors transformers builds from several or from parts of one; these need `from_pretrained`."""
+    """Model names whose tensors transformers builds from several or from parts of one."""
+    stacked: dict[str, list[list[str]]]
+    """Those of `converted` that are stacked experts (E, out, in): for each projection in it, top to bottom, the keys of
+    its experts in order. The others need `from_pretrained`."""
     missing: tuple[str, ...]
     mismatched: tuple[str, ...]
     """Model names with another shape in the files."""
@@ -165,11 +200,11 @@ class CheckpointFiles:
 
         Weights that are tied in `model` but have different values in the files are untied, as in transformers.
 
-        Raises UserError as `read_index`.
+        Raises UserError as `read_floats`, or for quantised weights that need a conversion.
         """
-        entries = read_index(directory)
+        entries = read_floats(directory)
         state = model.state_dict()
-        keys, converted = _match_names(model, sorted(entries, key=_natural_sort_key), state)
+        keys, sources = _match_names(model, sorted(entries, key=_natural_sort_key), state)
         _untie_different(model, keys, entries)
         for target, source in model.all_tied_weights_keys.items():
             for name, tied in ((target, source), (source, target)):
@@ -178,13 +213,21 @@ class CheckpointFiles:
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
         mismatched = {name for name, key in keys.items() if entries[key].shape != shapes[name]}
         optional = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
-        absent = [name for name in state if name not in keys and name not in converted]
+        absent = [name for name in state if name not in keys and name not in sources]
         missing = [name for name in absent if not any(pattern.search(name) for pattern in optional)]
+        stacked = _find_stacked_experts(model, sources, entries, shapes)
+        for name in sources.keys() - stacked.keys():
+            if any(entries[key].quantized is not None for own in sources[name].values() for key in own):
+                raise UserError(
+                    f"{directory} is quantised, and transformers builds {name} from several of its tensors, which is "
+                    "done with floats only; take the unquantised one"
+                )
         return cls(
             directory=directory,
             entries=entries,
             keys={name: key for name, key in keys.items() if name not in mismatched},
-            converted=tuple(name for name in state if name in converted),
+            converted=tuple(name for name in state if name in sources),
+            stacked=stacked,
             missing=tuple(missing),
             mismatched=tuple(sorted(mismatched)),
             computed=_compute_parameters(model, {*absent} - {*missing}),
@@ -193,6 +236,12 @@ class CheckpointFiles:
             config=model.config,
             dtype=model.dtype,
         )
+
+    def without(self, names: Collection[str]) -> CheckpointFiles:
+        """Return the same checkpoint without the tensors of these model names."""
+        keys = {name: key for name, key in self.keys.items() if name not in names}
+        shapes = {name: shape for name, shape in self.shapes.items() if name not in names}
+        return dataclasses.replace(self, keys=keys, shapes=shapes)
 
 
 @torch.no_grad()
@@ -213,25 +262,54 @@ def _natural_sort_key(key: str) -> list[tuple[int, int | str]]:
     return [(0, int(part)) if part.isdigit() else (1, part) for part in key.split(".")]
 
 
-def _match_names(model: PreTrainedModel, names: list[str], state: dict[str, Any]) -> tuple[dict[str, str], set[str]]:
-    """Return model name → file name, and the model names that need a conversion."""
+def _match_names(
+    model: PreTrainedModel, names: list[str], state: dict[str, Any]
+) -> tuple[dict[str, str], dict[str, dict[str, list[str]]]]:
+    """Return model name → file name; and for the model names that need a conversion the file names by the pattern of
+    transformers that they match."""
     from transformers.core_model_loading import rename_source_key
 
     renamings, converters = _conversion_rules(model)
     targets = {pattern: rule.target_patterns for rule in converters for pattern in rule.source_patterns}
     keys: dict[str, str] = {}
-    converted: set[str] = set()
+    sources: dict[str, dict[str, list[str]]] = {}
     for key in names:
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
         if name not in state and key in state:
             name, pattern = rename_source_key(key, [], [], model.base_model_prefix, state)
         if pattern is not None:
             # one source may become several tensors, one name per target pattern
-            built = {name.replace(targets[pattern][0], target) for target in targets[pattern]}
-            converted |= built & state.keys()
+            for built in {name.replace(targets[pattern][0], target) for target in targets[pattern]} & state.keys():
+                sources.setdefault(built, {}).setdefault(pattern, []).append(key)
         elif name in state:
             keys.setdefault(name, key)
-    return {name: key for name, key in keys.items() if name not in converted}, converted
+    return {name: key for name, key in keys.items() if name not in sources}, sources
+
+
+def _find_stacked_experts(
+    model: PreTrainedModel,
+    sources: dict[str, dict[str, list[str]]],
+    entries: dict[str, TensorEntry],
+    shapes: dict[str, tuple[int, ...]],
+) -> dict[str, list[list[str]]]:
+    """Return `CheckpointFiles.stacked`: the tensors that transformers' rules stack, with files of the right shapes."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
+    rules = {frozenset(rule.source_patterns): rule for rule in _conversion_rules(model)[1]}
+    stacked = {}
+    for name, by_pattern in sources.items():
+        rule = rules.get(frozenset(by_pattern))
+        steps = [] if rule is None else [(type(step), getattr(step, "dim", None)) for step in rule.operations]
+        if rule is None or steps not in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
+            continue
+        projections = [by_pattern[pattern] for pattern in rule.source_patterns]
+        parts = [{entries[key].shape for key in keys} for keys in projections]
+        counts = {len(keys) for keys in projections}
+        if len(counts) == 1 and all(len(shapes_of) == 1 for shapes_of in parts):
+            matrices = [shape for (shape,) in parts]
+            if shapes[name] == (*counts, sum(shape[0] for shape in matrices), *matrices[0][1:]):
+                stacked[name] = projections
+    return stacked
 
 
 def _conversion_rules(model: PreTrainedModel) -> tuple[list[Any], list[Any]]:
@@ -242,27 +320,6 @@ def _conversion_rules(model: PreTrainedModel) -> tuple[list[Any], list[Any]]:
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     return renamings, [rule for rule in rules if isinstance(rule, WeightConverter)]
-
-
-def stacked_expert_keys(model: PreTrainedModel, checkpoint: CheckpointFiles, name: str) -> list[list[str]]:
-    """Return the files' keys of the parameter `name` (E, out, in) that transformers stacks: for each projection in it,
-    top to bottom, the keys of its experts in order. Empty if it is built in any other way."""
-    from transformers.core_model_loading import Concatenate, MergeModulelist, rename_source_key
-
-    renamings, converters = _conversion_rules(model)
-    state = model.state_dict()
-    keys: dict[str, list[str]] = {}
-    for key in sorted(checkpoint.entries, key=_natural_sort_key):
-        renamed, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
-        if renamed == name and pattern is not None:
-            keys.setdefault(pattern, []).append(key)
-    for rule in converters:
-        if keys and set(rule.source_patterns) == set(keys):
-            steps = [(type(step), step.dim) for step in rule.operations if hasattr(step, "dim")]
-            is_complete = len(steps) == len(rule.operations)
-            if is_complete and steps in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
-                return [keys[pattern] for pattern in rule.source_patterns]
-    return []
 
 
 def weight_reader(model: PreTrainedModel) -> Callable[[str], Tensor]:
@@ -277,17 +334,19 @@ def weight_reader(model: PreTrainedModel) -> Callable[[str], Tensor]:
     checkpoint: Any = model.checkpoint  # type: ignore[assignment]
 
     def tensor(key: str) -> Tensor:
-        with safe_open(checkpoint.entries[key].file, "pt") as file:
+        entry = checkpoint.entries[key]
+        if entry.quantized is not None:
+            return entry.quantized[:]
+        with safe_open(entry.file, "pt") as file:
             value: Tensor = file.get_tensor(key)
         return value
 
     def read(name: str) -> Tensor:
         if name in checkpoint.keys:
             return tensor(checkpoint.keys[name])
-        parts = stacked_expert_keys(model, checkpoint, name)
-        if not parts:
+        if name not in checkpoint.stacked:
             raise UserError(f"{checkpoint.directory}: {name} can only be read with all other weights")
-        return torch.cat([torch.stack([tensor(key) for key in keys]) for keys in parts], dim=1)
+        return torch.cat([torch.stack([tensor(key) for key in keys]) for keys in checkpoint.stacked[name]], dim=1)
 
     return read
 
@@ -313,7 +372,7 @@ def _are_tensors_equal(key_a: str, key_b: str, entries: dict[str, TensorEntry]) 
     if a.shape != b.shape:
         return False
     with safe_open(a.file, "pt") as file_a, safe_open(b.file, "pt") as file_b:
-        rows_a, rows_b = file_a.get_slice(key_a), file_b.get_slice(key_b)
+        rows_a, rows_b = open_slice(file_a, key_a, a), open_slice(file_b, key_b, b)
         rows = max(1, (4 << 20) // max(1, a.bytes // max(1, a.shape[0])))
         starts = range(0, a.shape[0], rows)
         return all(torch.equal(rows_a[s : s + rows], rows_b[s : s + rows]) for s in starts)

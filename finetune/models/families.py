@@ -37,13 +37,32 @@ class TensorParallelRegion:
 
 
 @dataclass(frozen=True)
+class ExpertRegion:
+    """Stacked experts of a block, each of which is split like a feed-forward; the router is whole on every rank."""
+
+    entry: str
+    parameters: tuple[tuple[str, int, int], ...]
+    """Name of each stacked parameter (E, ., .), the dim that is split, and the equal groups along it that are split
+    separately."""
+
+    @property
+    def block(self) -> str:
+        """Return the module with the experts and their router."""
+        return self.entry.rpartition(".")[0]
+
+
+@dataclass(frozen=True)
 class TensorPlan:
     """Tensor-parallel plan of a family. Names are suffixes of module names in the backbone; `*` is a number."""
 
     blocks: str
     regions: tuple[TensorParallelRegion, ...]
     embeddings: tuple[str, ...] = ()  # embeddings over the vocabulary; a linear output head over it is split as well
-    norm: str | None = None  # the norm after the last block; None if the residual stream cannot be split by tokens
+    norm: str | None = None
+    """The norm after the last block, "" without one; None if the residual stream cannot be split by tokens."""
+    whole: str = "no plan says after which norm they are whole again"
+    """The reason why it cannot."""
+    experts: tuple[ExpertRegion, ...] = ()
 
     @property
     def sequence_parallel(self) -> bool:
@@ -118,17 +137,19 @@ _T5 = (
 
 
 _ENCODER = Family(
-    TensorPlan("encoder.layer.*", _BERT, ("word_embeddings",)),
+    TensorPlan("encoder.layer.*", _BERT, ("word_embeddings",), norm=""),
     (BlockStack("encoder.layer", ("embeddings",), ("pooler",)),),
 )
 FAMILIES = {
     "gpt2": Family(
-        TensorPlan("h.*", _GPT2, ("wte",)),
+        TensorPlan("h.*", _GPT2, ("wte",), norm="ln_f"),
         (BlockStack("h", ("wte", "wpe"), ("ln_f",)),),
         context=True,
     ),
     "t5": Family(
-        TensorPlan("block.*", _T5, ("shared", "embed_tokens")),
+        TensorPlan(
+            "block.*", _T5, ("shared", "embed_tokens"), whole="each block of the decoder reads all of the encoder's"
+        ),
         (
             BlockStack("encoder.block", ("encoder.embed_tokens",), ("encoder.final_layer_norm",)),
             BlockStack("decoder.block", ("decoder.embed_tokens",), ("decoder.final_layer_norm",)),
@@ -136,7 +157,7 @@ FAMILIES = {
     ),
     "bert": _ENCODER,
     "roberta": _ENCODER,
-    "vit": Family(TensorPlan("layers.*", _VIT)),
+    "vit": Family(TensorPlan("layers.*", _VIT, whole="patches and a class token are rarely a multiple of mesh.tp")),
 }
 """Model type of transformers → family, where its own plan is missing or another one. To add a family that has none, add
 one entry here."""
@@ -144,11 +165,13 @@ one entry here."""
 
 TRIED = frozenset(
     [
-        *("apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone", "exaone4", "gemma", "gemma2"),
-        *("gemma3_text", "glm", "glm4", "gpt_neox", "gpt_oss", "gptj", "granite", "granite_swa", "helium"),
-        *("hyperclovax", "internlm3", "iquestcoder", "jais2", "llama", "minimax", "ministral", "ministral3", "mistral"),
-        *("mixtral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3"),
-        *("qwen3_5_text", "qwen3_moe", "seed_oss", "smollm3", "starcoder2", "vaultgemma"),
+        *("apertus", "arcee", "cohere", "cohere2", "cwm", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5"),
+        *("ernie4_5_moe", "eurobert", "exaone", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe"),
+        *("gpt_neox", "gpt_oss", "gptj", "granite", "granite_swa", "granitemoe", "helium", "hunyuan_v1_moe"),
+        *("hyperclovax", "internlm3", "iquestcoder", "jais2", "jamba", "llama", "llama4_text", "minimax"),
+        *("ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3"),
+        *("olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_text", "qwen3_moe"),
+        *("seed_oss", "smollm3", "starcoder2", "vaultgemma"),
     ]
 )
 """Model types whose plans in transformers gave the losses of one process (`benchmarks/mesh_families.py`). Others are
@@ -163,6 +186,10 @@ def is_tried(kind: str, mesh: Mesh) -> bool:
     return tried and (mesh.replicate * mesh.dp == 1 or kind in _TRIED_SHARDED)
 
 
+_NOT_CUT = frozenset({"llama4_text"})
+"""Model types without a pipeline plan whose forward pass reads a weight that other stages do not have."""
+
+
 @functools.cache
 def find_family(kind: str) -> Family:
     """Return the family of a model type; without a tensor plan and stacks if nothing is known of it."""
@@ -174,12 +201,17 @@ def find_family(kind: str) -> Family:
     stages = getattr(config, "base_model_pp_plan", None)
     llama: Any = CONFIG_MAPPING["llama"]  # whose names others have that have no pipeline plan
     stack = _read_stack(stages or llama.base_model_pp_plan)
-    regions, refusal = _read_regions(getattr(config, "base_model_tp_plan", None) or {}, stack.blocks)
-    if not regions:
-        return Family(None, (stack,) if stages else (), refusal=refusal)
+    styles = getattr(config, "base_model_tp_plan", None) or {}
+    experts = _read_experts(styles, stack.blocks)
+    regions, refusal = _read_regions(styles, stack.blocks, experts)
+    if refusal or not (regions or experts):
+        why = refusal or "transformers has no plan for its blocks"
+        return Family(None, (stack,) if stages else (), refusal=why)
     norm = stack.last[-1] if stages else None
-    plan = TensorPlan(f"{stack.blocks}.*", regions, stack.first[:1], norm)
-    return Family(plan, (stack,), context=config in MODEL_FOR_CAUSAL_LM_MAPPING)
+    plan = TensorPlan(f"{stack.blocks}.*", regions, stack.first[:1], norm, experts=experts)
+    attends = any(region.heads for region in regions)
+    cut = stages or (regions and kind not in _NOT_CUT)
+    return Family(plan, (stack,) if cut else (), attends and config in MODEL_FOR_CAUSAL_LM_MAPPING)
 
 
 def _read_stack(plan: Mapping[str, tuple[list[str], list[str]]]) -> BlockStack:
@@ -189,14 +221,31 @@ def _read_stack(plan: Mapping[str, tuple[list[str], list[str]]]) -> BlockStack:
     return BlockStack(names[at], tuple(names[:at]), tuple(names[at + 1 :]))
 
 
-def _read_regions(plan: Mapping[str, str], blocks: str) -> tuple[tuple[TensorParallelRegion, ...], str]:
-    """Return the regions of a tensor plan of transformers (layer → style), or none and the reason."""
+def _read_experts(plan: Mapping[str, str], blocks: str) -> tuple[ExpertRegion, ...]:
+    """Return the stacked experts of a tensor plan of transformers (layer → style)."""
+    regions = []
+    for name, style in plan.items():
+        stack, _, entry = name.partition(".*.")
+        if style == "moe_tp_experts" and stack == blocks:
+            inner = {key.removeprefix(f"{name}."): own for key, own in plan.items() if key.startswith(f"{name}.")}
+            if inner.keys() == {"gate_up_proj", "down_proj"} and _STACKED.keys() >= set(inner.values()):
+                regions.append(ExpertRegion(entry, tuple((key, *_STACKED[own]) for key, own in inner.items())))
+    return tuple(regions)
+
+
+def _read_regions(
+    plan: Mapping[str, str], blocks: str, experts: tuple[ExpertRegion, ...]
+) -> tuple[tuple[TensorParallelRegion, ...], str]:
+    """Return the regions of linear layers of a tensor plan of transformers (layer → style), or none and the reason."""
     entries: dict[str, dict[str, str]] = {}
+    stacked = {region.entry for region in experts}
     for name, style in plan.items():
         stack, _, layer = name.partition(".*.")
         if style == "replicated_with_grad_allreduce" or not layer:  # norms of a region's entry; the vocabulary
             continue
         entry = layer.rpartition(".")[0]
+        if stack == blocks and stacked & {layer, entry}:
+            continue
         if stack != blocks or not entry or style not in (*_SPLIT, *_GATHERED):
             return (), f"transformers splits its {layer} as {style}"
         entries.setdefault(entry, {})[layer] = style
@@ -209,11 +258,13 @@ def _read_regions(plan: Mapping[str, str], blocks: str) -> tuple[tuple[TensorPar
             return (), f"transformers splits its {entry} as {', '.join(dict.fromkeys(styles.values()))}"
         heads = "att" in entry
         regions.append(TensorParallelRegion(entry, columns, rows[0], heads=heads, gathered=column in _GATHERED))
-    return tuple(regions), "" if regions else "transformers has no plan for its blocks"
+    return tuple(regions), ""
 
 
 _SPLIT = ("colwise", "rowwise")
 _GATHERED = ("colwise_gather_output", "rowwise_split_input")
+_STACKED = {"packed_colwise": (1, 2), "packed_rowwise": (2, 2), "colwise": (1, 1), "rowwise": (2, 1)}
+"""Style of a stacked parameter → the dim that is split, and the groups along it."""
 
 
 def tensor_plan(kind: str) -> TensorPlan:
@@ -222,6 +273,13 @@ def tensor_plan(kind: str) -> TensorPlan:
     if family.tensor is None:
         raise UserError(f"mesh.tp: model type {kind!r} cannot be split: {family.refusal}; leave it at 1, use mesh.dp")
     return family.tensor
+
+
+def has_expert_plan(kind: str) -> bool:
+    """True if transformers has an expert-parallel plan for a model type: its experts take the tokens routed to them."""
+    from transformers import CONFIG_MAPPING
+
+    return kind in CONFIG_MAPPING and bool(getattr(CONFIG_MAPPING[kind], "base_model_ep_plan", None))
 
 
 def block_stacks(kind: str) -> tuple[BlockStack, ...]:

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from ..compute.capabilities import preserve_rng_state
 from ..compute.cuda_status import direct_load_kwargs
+from ..compute.matmul_rate import DTYPES
 from ..compute.precision import loading_dtype, widen_on_use
 from ..config import Precision, Quantization
 from ..errors import UserError, first_error_line
 from .backbone import REFUSED, Backbone, BackboneTask, auto_class, loading_error, open_backbone, quiet_transformers
+from .checkpoint import weight_reader
+from .dequantize import has_quantized_files
 from .meta import build_skeleton, check_dropout, configure_backbone, finalize_model
-from .quantize import check_available, import_bitsandbytes, loading_options, prepare_quantized
+from .quantize import (
+    check_available,
+    import_bitsandbytes,
+    is_quantized,
+    loading_options,
+    prepare_quantized,
+    quantize_skeleton,
+    quantize_weight,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,6 +70,20 @@ def load_backbone(
     # a checkpoint's head for other classes is replaced by a new one
     options: dict[str, Any] = {"ignore_mismatched_sizes": True} if task.traits.is_sequence_level else {}
     dtype = loading_dtype(precision, directory, device, narrow=narrow)
+    if has_quantized_files(directory):
+        model = build_skeleton(
+            backbone,
+            task=task,
+            num_labels=num_labels,
+            label_names=label_names,
+            precision=cast("Precision", next(name for name, own in DTYPES.items() if own == dtype)),
+            dropout=dropout,
+        )
+        _fill_skeleton(model, device=torch.device(device), quantization=quantization, context=where)
+        if narrow:
+            widen_on_use(model, context=where)
+        prepare_quantized(model)
+        return model
     if quantization is not None:
         import_bitsandbytes()  # import it here first: `import_library` keeps it from fetching code
         skeleton = build_skeleton(
@@ -94,3 +119,27 @@ def load_backbone(
         widen_on_use(model, context=where)
     prepare_quantized(model)
     return model if quantization is not None else model.to(device)  # quantised weights are on it already
+
+
+@torch.no_grad()
+def _fill_skeleton(model: Any, *, device: torch.device, quantization: Quantization | None, context: str) -> None:
+    """Read the weights of a skeleton from quantised files, one at a time, and quantise them by `quantization`."""
+    read = weight_reader(model)
+    if quantization is not None:
+        quantize_skeleton(model, quantization, context=context)
+    for name, parameter in list(model.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        layer: Any = model.get_submodule(owner)
+        if name in model.new_parameters:
+            value = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
+        else:
+            value = read(name).to(device, parameter.dtype)
+        if leaf == "weight" and is_quantized(layer):
+            layer.weight = quantize_weight(layer, value)
+        else:
+            layer._parameters[leaf] = torch.nn.Parameter(value, requires_grad=False)
+    model.tie_weights()
+    for name, buffer in model.named_buffers():
+        if name in model.checkpoint.keys:
+            buffer.copy_(read(name))
+    model.to(device)

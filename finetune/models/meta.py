@@ -50,7 +50,8 @@ def build_skeleton(
     other tensor to its file (`flatshift.finetune.parallel.weights.load_weights`). The global random state is not
     touched.
 
-    Raises UserError as `load_backbone`; or a weight file is missing or cut short; or the backbone is already quantised.
+    Raises UserError as `load_backbone`; or a weight file is missing or cut short; or it is quantised in
+    a format that is not read (`flatshift.finetune.models.dequantize`).
     """
     backbone = open_backbone(name)
     model_class, options = auto_class(task, num_labels=num_labels, label_names=label_names)
@@ -62,13 +63,9 @@ def build_skeleton(
         raise
     except REFUSED as error:
         raise loading_error(error, task, context) from error
-    if getattr(model.config, "quantization_config", None) is not None:
-        raise UserError(
-            f"{context} is quantised already, and neither a mesh nor train.quantization begins with that; take the "
-            "unquantised one, or one device and no train.quantization"
-        )
     check_dropout(model, dropout, context)
     checkpoint = CheckpointFiles.of(model, backbone.directory)
+    vars(model.config).pop("quantization_config", None)  # what it describes is read as floats
     if checkpoint.mismatched and not options:
         mismatched = checkpoint.mismatched[0]
         raise UserError(

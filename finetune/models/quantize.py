@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 KINDS: tuple[Quantization, ...] = ("nf4", "nf4-double", "int8")
-_BLOCK = 64  # values of a 4-bit weight that share a scale
+BLOCK = 64
+"""Values of a 4-bit weight that share a scale."""
 GET = "pip install 'flatshift[quant]'"
 
 
@@ -108,7 +109,7 @@ def loading_options(
     unquantized = _unquantized_modules(skeleton, kind)
     layers = (name for name, module in skeleton.named_modules() if _input_width(module))
     if not any(should_convert_module(name, unquantized) for name in layers):
-        wide = "" if kind == "int8" else f" with a multiple of {_BLOCK} inputs"
+        wide = "" if kind == "int8" else f" with a multiple of {BLOCK} inputs"
         raise UserError(
             f"{context} has no linear layer{wide} besides its head, so train.quantization: {kind} would change "
             "nothing; leave it at null"
@@ -124,13 +125,53 @@ def loading_options(
     return {"quantization_config": config, "device_map": {"": device}}
 
 
+def quantize_skeleton(skeleton: Any, kind: Quantization, *, context: str) -> None:
+    """Replace the layers of a model on meta (`flatshift.finetune.models.meta.build_skeleton`) that `from_pretrained`
+    would quantise by bitsandbytes' layers; the weights of 4-bit layers are floats on meta until they are packed.
+
+    Raises UserError as `loading_options`, or if bitsandbytes cannot be loaded.
+    """
+    import torch
+    from torch import nn
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    import_bitsandbytes()
+    options = loading_options(kind, skeleton, dtype=skeleton.dtype, device="meta", context=context)
+    quantizer = AutoHfQuantizer.from_config(options["quantization_config"], pre_quantized=False)
+    quantizer.preprocess_model(skeleton, device_map=None)
+    quantizer.postprocess_model(skeleton)
+    for module in skeleton.modules():
+        if is_four_bit(module):
+            # a plain parameter, which PEFT takes for floats; its attributes are those that PEFT's layer reads
+            shape = module.weight.shape
+            weight: Any = nn.Parameter(torch.empty(shape, dtype=skeleton.dtype, device="meta"), requires_grad=False)
+            weight.compress_statistics, weight.quant_type = kind == "nf4-double", "nf4"
+            module.weight, module.compress_statistics = weight, kind == "nf4-double"
+
+
+def quantize_weight(layer: Any, weight: Tensor) -> Any:
+    """Return the parameter of a layer of `quantize_skeleton` with the values of a whole weight, on its device."""
+    library = import_bitsandbytes()
+    if layer.source_cls.__name__ == "Conv1D":
+        weight = weight.T
+    if is_four_bit(layer):
+        options = {"compress_statistics": layer.compress_statistics, "quant_type": "nf4", "module": layer}
+        return library.nn.Params4bit(weight.contiguous(), requires_grad=False, **options).to(weight.device)
+    return library.nn.Int8Params(weight.contiguous().cpu(), requires_grad=False).to(weight.device)
+
+
+def is_four_bit(module: Any) -> bool:
+    """True for a 4-bit layer of bitsandbytes."""
+    return is_quantized(module) and type(module).__name__ == "Linear4bit"
+
+
 def _unquantized_modules(skeleton: Any, kind: Quantization) -> list[str]:
     """Return the modules that stay floats: heads and tied weights, as in transformers; new ones, which train; and for 4
     bits those whose rows do not end on a block of scales, which bitsandbytes 0.50 reads wrongly on CPUs."""
     from transformers.quantizers.base import get_keys_to_not_convert
 
     new = {name.rpartition(".")[0] for name in getattr(skeleton, "new_parameters", ())}
-    odd = {name for name, module in skeleton.named_modules() if kind != "int8" and _input_width(module) % _BLOCK}
+    odd = {name for name, module in skeleton.named_modules() if kind != "int8" and _input_width(module) % BLOCK}
     return sorted({*get_keys_to_not_convert(skeleton), *new, *odd} - {""})
 
 
@@ -150,20 +191,21 @@ def prepare_quantized(model: nn.Module) -> None:
     are rounded to bf16, and from then on gradients do not flow.
     """
     for module in model.modules():
-        if _is_quantized(module):
+        if is_quantized(module):
             logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 vars(module)["support_avx512bf16_for_cpu"] = False
 
 
-def _is_quantized(module: Any) -> bool:
+def is_quantized(module: Any) -> bool:
+    """True for a layer of bitsandbytes."""
     return type(module).__module__.startswith("bitsandbytes.")
 
 
 def describe_quantization(model: nn.Module, kind: Quantization) -> str:
     """Describe in one line for the log how many adapted layers are quantised."""
     bases = [module.base_layer for module in model.modules() if hasattr(module, "base_layer")]
-    quantized = sum(map(_is_quantized, bases))
+    quantized = sum(map(is_quantized, bases))
     floats = f"; {len(bases) - quantized} stay floats" if quantized < len(bases) else ""
     return f"backbone in {kind}: {quantized} of {len(bases)} adapted layers{floats}"
 
@@ -172,29 +214,18 @@ def quantization_scales(model: nn.Module) -> dict[str, Tensor]:
     """Return, by name, the tensors of quantised weights that are neither parameters nor buffers."""
     scales: dict[str, Tensor] = {}
     for name, module in model.named_modules():
-        if not _is_quantized(module):
+        if not is_quantized(module):
             continue
         weight: Any = module.weight
         state: Any = getattr(weight, "quant_state", None) or getattr(module, "quant_state", None)
         if state is not None:
-            nested = {} if state.state2 is None else {"nested": state.state2.absmax, "offset": state.offset}
-            scales |= {f"{name}.weight.{part}": t for part, t in {"absmax": state.absmax, **nested}.items()}
+            parts = {} if state.state2 is None else {"nested": state.state2.absmax, "offset": state.offset}
+            if "absmax" not in module._parameters:
+                parts["absmax"] = state.absmax
+            scales |= {f"{name}.weight.{part}": tensor for part, tensor in parts.items()}
         row_scales = getattr(weight, "SCB", None)
         if row_scales is None:
             row_scales = getattr(getattr(module, "state", None), "SCB", None)
         if row_scales is not None:
             scales[f"{name}.weight.SCB"] = row_scales
     return scales
-
-
-def unwrap_packed(model: nn.Module) -> None:
-    """Turn 4-bit parameters into plain ones of the same bytes, so that FSDP2 can shard them; the scales stay with their
-    layers, unsharded on every rank, where a layer finds them once its bytes have been gathered."""
-    from torch import Tensor, nn
-
-    for module in model.modules():
-        weight: Any = module._parameters.get("weight")  # PEFT layers forward their base layer's weight as an attribute
-        if getattr(weight, "quant_state", None) is not None:
-            holder: Any = module
-            holder.quant_state = weight.quant_state
-            holder.weight = nn.Parameter(weight.detach().as_subclass(Tensor), requires_grad=False)

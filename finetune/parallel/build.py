@@ -1,7 +1,7 @@
 """Construction of an `Engine` from a recipe's parts: the order in which a model is built on a mesh.
 
-    build on meta → PEFT on meta → checks → pipeline stage → tensor parallel → activation checkpointing → FSDP2 →
-    memory for the local shards → slices of the weight files → values of the adapter by name
+    build on meta → PEFT on meta → checks → pipeline stage → tensor and expert parallel → activation checkpointing →
+    FSDP2 → memory for the local shards → slices of the weight files → values of the adapter by name
 
 PEFT comes before every split, so an adapter belongs to its block's unit and `modules_to_save` are split like the rest;
 no weight is read before all checks have passed; no rank ever has more than its own part.
@@ -10,6 +10,7 @@ no weight is read before all checks have passed; no rank ever has more than its 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,9 +24,16 @@ from ..config import Adapter, Mesh, Train
 from ..errors import UserError
 from ..figures import format_bytes
 from ..models.anatomy import is_conv1d
+from ..models.backbone import open_backbone
 from ..models.checkpoint import canonical_name
 from ..models.load import load_backbone
-from ..models.quantize import describe_quantization, unwrap_packed
+from ..models.quantize import (
+    check_available,
+    describe_quantization,
+    is_four_bit,
+    prepare_quantized,
+    quantize_skeleton,
+)
 from ..tasks import Task
 from .activation_checkpoint import checkpoint_activations
 from .engine import Engine
@@ -59,7 +67,7 @@ def build_engine(
     """
     if train.precision == "auto":
         train = dataclasses.replace(train, precision="fp32")
-    if world.size > 1 and train.quantization is None:
+    if world.size > 1 and train.quantization != "int8":
         return _build_mesh_engine(
             backbone, task=task, adapter=adapter, train=train, mesh=mesh, world=world, label_names=label_names, log=log
         )
@@ -93,12 +101,9 @@ def build_engine(
 def check_mesh_support(model: Any) -> None:
     """Raise UserError for a model that no mesh supports.
 
-    These are: an adapter of whole parameters (`flatshift.finetune.adapters.settings`), which no mesh can split;
-    layerdrop in the base model, because each rank would drop other blocks; dropout of hidden states with tokens before
-    rows; and dropout by a generator, because each rank has its own.
+    These are: layerdrop in the base model, because each rank would drop other blocks; dropout of hidden states with
+    tokens before rows; and dropout by a generator, because each rank has its own.
     """
-    from ..adapters.offsets import ADAPTER
-
     config = model.get_base_model().config
     for _, key, rate in dropout_rates(config):
         if "layerdrop" in key and rate > 0:
@@ -117,19 +122,10 @@ def check_mesh_support(model: Any) -> None:
             f"mesh: {canonical_name(name)} of this backbone is a {type(module).__name__}, which drops by a generator, "
             "on each rank something else; set train.backbone_dropout: 0, or train in one process"
         )
-    if parameters := model.peft_config[ADAPTER].target_parameters:
-        raise UserError(
-            f"adapter.targets: on a mesh only linear layers and embeddings are adapted, and {min(parameters)} of this "
-            "mixture of experts is adapted as a whole tensor; set adapter.targets to the attention's layers"
-        )
 
 
 def _build_quantised_engine(model: Any, *, train: Train, mesh: Mesh, world: ProcessMesh) -> Engine:
-    """Return the engine of a quantised base model, which every rank reads and quantises whole before keeping its shard.
-
-    This takes a quarter or half of its bytes in bf16: blocks of packed values do not follow the rows by which files are
-    read, and double quantisation needs all scales of a weight.
-    """
+    """Return the engine of a base model in int8, which every rank keeps whole."""
     from .context import ContextParallel, check_context
     from .fsdp import shard
 
@@ -138,8 +134,6 @@ def _build_quantised_engine(model: Any, *, train: Train, mesh: Mesh, world: Proc
         check_context(model)
     tokens = ContextParallel(world).attach(model) if mesh.cp > 1 else None
     checkpoint_activations(model, train.checkpointing)
-    if world.width("dp", "cp") > 1 and mesh.zero == 3:
-        unwrap_packed(model)
     sharding = shard(model, mesh=mesh, world=world)
     return Engine(model, world, sharding=sharding, tokens=tokens, multiple=1 if tokens is None else tokens.multiple)
 
@@ -157,17 +151,21 @@ def _build_mesh_engine(
 ) -> Engine:
     from ..models.meta import build_skeleton
     from .context import ContextParallel, check_context
+    from .experts import check_expert_parallel, expert_parallel
     from .fsdp import shard
     from .pipeline import PipelineRunner, build_rank_stages
-    from .tensor import check_tensor_plan, tensor_parallel
-    from .weights import load_weights, materialize
+    from .tensor import check_tensor_plan, split_tied_vocabulary, tensor_parallel
+    from .weights import load_packed_layers, load_weights, materialize, pack_layers
 
     def build_model() -> Any:
         skeleton = build_skeleton(
             backbone, task=task, label_names=label_names, precision=train.precision, dropout=train.backbone_dropout
         )
+        if train.quantization is not None:
+            quantize_skeleton(skeleton, train.quantization, context=open_backbone(backbone).where)
         return attach_on_meta(skeleton, adapter, task=task, dtype=adapter_dtype(train))
 
+    check_available(train.quantization)
     model = build_model()
     check_mesh_support(model)
     base = model.get_base_model()
@@ -176,17 +174,27 @@ def _build_mesh_engine(
         check_tensor_plan(model, tp=mesh.tp, sequence_parallel=mesh.sequence_parallel)
     if mesh.cp > 1:
         check_context(model)
+    if mesh.ep > 1:
+        check_expert_parallel(model, ep=mesh.ep)
     if mesh.pp > 1:
         model, _ = build_rank_stages(model, build_model, mesh=mesh, world=world, tokens=train.max_length)
     shapes = {canonical_name(name): p.shape for name, p in model.named_parameters() if p.requires_grad}
     layout = tensor_parallel(model, world=world, sequence_parallel=mesh.sequence_parallel)
+    expert_parallel(model, world=world, layout=layout)
+    split_tied_vocabulary(model, mesh=mesh, world=world, layout=layout)
     tokens = ContextParallel(world).attach(model) if mesh.cp > 1 else None
     checkpoint_activations(model, train.checkpointing)
+    packed = pack_layers(model, layout)
     sharding = shard(model, mesh=mesh, world=world, reshard=False if mesh.pp > 1 else None)
     materialize(model, world.device, offload=mesh.offload)
-    loaded = load_weights(model, checkpoint, layout=layout, world=world)
-    rate = loaded.bytes / max(loaded.seconds, 1e-9)
-    log(f"read {format_bytes(loaded.bytes)} of weights at {format_bytes(round(rate))}/s")
+    began = time.monotonic()
+    loaded = load_weights(model, checkpoint.without(packed), layout=layout, world=world)
+    count = loaded.bytes + load_packed_layers(packed, checkpoint, layout=layout, world=world)
+    prepare_quantized(model)
+    rate = count / max(time.monotonic() - began, 1e-9)
+    log(f"read {format_bytes(count)} of weights at {format_bytes(round(rate))}/s")
+    if train.quantization is not None:
+        log(describe_quantization(model, train.quantization))
     engine = Engine(
         model,
         world,
@@ -196,7 +204,9 @@ def _build_mesh_engine(
         tokens=tokens,
         multiple=(1 if tokens is None else tokens.multiple) * (mesh.tp if mesh.sequence_parallel else 1),
     )
-    _initialise_missing_parameters(engine, shapes, loaded.unread, seed=train.seed, deviation=deviation)
+    packed_names = {*packed, *(name.removesuffix("weight") + "absmax" for name in packed)}
+    unread = [name for name in loaded.unread if canonical_name(name) not in packed_names]
+    _initialise_missing_parameters(engine, shapes, unread, seed=train.seed, deviation=deviation)
     return engine
 
 
@@ -206,7 +216,8 @@ def _initialise_missing_parameters(
 ) -> None:
     """Initialise by name every parameter that no file has: adapters, new heads and PEFT's frozen copy of them; DoRA's
     magnitudes by the row norms of the base model, gathered one layer at a time."""
-    from .layout import copy_local_part, gather_full_tensor
+    from .layout import copy_local_part, gather_full_tensors
+    from .weights import gather_dequantized
 
     parameters = dict(engine.model.named_parameters())
     for full in unread:
@@ -221,7 +232,13 @@ def _initialise_missing_parameters(
         if "default" not in (getattr(module, "lora_magnitude_vector", None) or ()):
             continue
         base = module.get_base_layer()
-        weight = gather_full_tensor(base.weight, world=engine.world)
+        weight_name = canonical_name(f"{name}.base_layer.weight")
+        if is_four_bit(base):
+            weight = gather_dequantized(weight_name, base, layout=engine.layout, world=engine.world)
+        else:
+            only = {weight_name: base.weight}
+            (weight,) = gather_full_tensors(only, parameters=only, layout=engine.layout, world=engine.world).values()
         norms = torch.linalg.vector_norm(weight, dim=0 if is_conv1d(base) else 1)
-        magnitude = parameters[f"{name}.lora_magnitude_vector.default.weight"]
-        copy_local_part(magnitude, norms.to(magnitude.dtype).reshape(magnitude.shape))
+        full = f"{name}.lora_magnitude_vector.default.weight"
+        magnitude = parameters[full]
+        copy_local_part(magnitude, norms.to(magnitude.dtype), engine.layout.slices.get(canonical_name(full)))

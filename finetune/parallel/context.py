@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self
@@ -34,19 +35,20 @@ from .mesh import ProcessMesh
 from .tensor import borders
 
 _serial = itertools.count()
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Kinds of a block's attention in a configuration whose tokens may be split."""
 
 
 def check_context(model: nn.Module) -> None:
     """Raise UserError for a base model whose tokens cannot be split over `mesh.cp`: they may meet elsewhere than in
-    attention, or attention is not causal or caps its scores. Parameters may be on the meta device."""
+    attention, or attention is not causal. Parameters may be on the meta device."""
     config = unwrap_peft(model).config
-    if not find_family(config.model_type).context:
+    recurrent = set(getattr(config, "layer_types", None) or ()) - _ATTENTION
+    if recurrent or not find_family(config.model_type).context:
         raise UserError(
             f"mesh.cp: {config.model_type} models cannot be split by tokens, which meet only in the causal attention "
             "of plain decoders; use mesh.dp"
         )
-    if getattr(config, "attn_logit_softcapping", None):
-        raise UserError("mesh.cp: the attention of this backbone caps its scores; use mesh.dp")
     causal = all(getattr(module, "is_causal", True) for module in attention_modules(unwrap_peft(model)))
     if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True) or not causal:
         raise UserError("mesh.cp: the attention of this backbone is not causal; use mesh.dp")
@@ -81,6 +83,7 @@ class ContextParallel:
         """Rows have a multiple of this many tokens."""
         self._positions: Tensor | None = None
         """(B, T) of the micro-batch in its forward pass; None outside."""
+        self._caps = False
 
     def attach(self, model: nn.Module) -> Self:
         """Make the attention layers of `model` (with or without PEFT, or a pipeline's stages) gather keys and values
@@ -93,7 +96,9 @@ class ContextParallel:
         AttentionInterface.register(name, self._attend)
         AttentionMaskInterface.register(name, self._mask)
         for stage in model.children() if isinstance(model, StageModules) else [model]:
-            unwrap_peft(stage).config._attn_implementation = name
+            config = unwrap_peft(stage).config
+            config._attn_implementation = name
+            self._caps = getattr(config, "attn_logit_softcapping", None) is not None
         return self
 
     def indices(self, length: int, device: torch.device | str = "cpu") -> Tensor:
@@ -132,7 +137,8 @@ class ContextParallel:
         if self._positions is None:
             from transformers.masking_utils import sdpa_mask
 
-            return sdpa_mask(**options)
+            # attention that caps its scores takes no causal mask by a flag
+            return sdpa_mask(**{**options, "allow_is_causal_skip": options["allow_is_causal_skip"] and not self._caps})
         assert not options.get("use_vmap"), "a mask function that cannot be broadcast"
         positions, device = self._positions, self._positions.device
         rows, length = positions.shape
@@ -160,10 +166,8 @@ class ContextParallel:
         A mask over more keys than given means that the others are on other ranks; this also holds in backward, when
         activation checkpointing calls this again.
         """
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
         if attention_mask is None or attention_mask.shape[-1] == key.shape[2]:
-            return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+            return _attention(module, query, key, value, attention_mask, **options)
         step = query.shape[2] // 2
         key, value = self._gather(key, value)
         outputs = []
@@ -171,7 +175,7 @@ class ContextParallel:
             queries, key_count = slice(i * step, (i + 1) * step), (run + 1) * step
             mask = attention_mask[:, :, queries, :key_count]
             with with_query_offset(run * step):
-                output, _ = sdpa_attention_forward(
+                output, _ = _attention(
                     module, query[:, :, queries], key[:, :, :key_count], value[:, :, :key_count], mask, **options
                 )
             outputs.append(output)
@@ -184,3 +188,18 @@ class ContextParallel:
         # rank i sent runs i and 2·cp − 1 − i: first halves ascend with the rank, second halves descend
         both = torch.cat([*runs[0::2], *reversed(runs[1::2])], dim=1).transpose(1, 2)
         return both[..., : key.shape[-1]], both[..., key.shape[-1] :]
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Attention of transformers under a boolean mask: `sdpa`, or the model's own `eager` if it caps its scores."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if options.get("softcap") is None:
+        return sdpa_attention_forward(module, query, key, value, mask, **options)
+    assert mask is not None
+    own: Any = sys.modules[type(module).__module__]
+    lowest = torch.finfo(query.dtype).min
+    added = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, lowest)
+    return own.eager_attention_forward(module, query, key, value, added, **options)[0], None

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from flatshift.regularizers.mesh import Placement
 
@@ -43,8 +42,8 @@ from ..errors import UserError
 from ..models.anatomy import position_limit, transformer_blocks
 from ..models.checkpoint import canonical_name
 from ..tasks import Task
-from .layout import Slice, TensorParallelLayout, copy_local_part, gather_full_tensors, local_part
-from .mesh import DATA, TOKENS, ProcessMesh
+from .layout import Slice, TensorParallelLayout, copy_local_part, gather_full_tensors, local_part, sum_parts
+from .mesh import DATA, EXPERT_SHARDS, TOKENS, ProcessMesh
 
 if TYPE_CHECKING:
     from .context import ContextParallel
@@ -269,13 +268,22 @@ class Engine:
 
     def _reduce_gradients(self) -> None:
         """Sum the gradients that are not summed yet, by one flat collective each: over tp those of factors that are
-        whole there, over the data axes those of parameters that FSDP2 does not hold."""
+        whole there, over the data axes those of parameters that FSDP2 does not hold; and of experts that only this rank
+        of ep has, over the ranks with the same."""
         if self.routed is not None:
             for name in self.routed.unused_parameters(self.world):
                 self.parameters[name].grad = None
         self._all_reduce([p for name, p in self.parameters.items() if name in self.layout.partial], "tp")
         reduced = self.sharding.reduced if self.sharding is not None else frozenset()
-        self._all_reduce([p for name, p in self.parameters.items() if name not in reduced], *TOKENS)
+        own = [name for name in self.parameters if self.layout.has_own_experts(name)]
+        done = {*reduced, *own}
+        self._all_reduce([p for name, p in self.parameters.items() if name not in done], *TOKENS)
+        self._all_reduce([self.parameters[name] for name in own if name not in reduced], "replicate", *EXPERT_SHARDS)
+        for name in own:
+            # other ranks' tokens are in it already; FSDP2 has averaged it over the ranks with these experts, or not
+            factor = self.world.width("ep") if name in reduced else self.gradient_scale
+            if factor != 1 and (grad := self.parameters[name].grad) is not None:
+                grad.div_(factor)
 
     def _all_reduce(self, parameters: Iterable[nn.Parameter], *axes: str) -> None:
         if self.world.width(*axes) == 1:
@@ -301,30 +309,24 @@ class Engine:
         limit = math.inf if bound is None else bound
         if self.world.size == 1:
             return nn.utils.clip_grad_norm_(self.parameters.values(), limit)
-        sharded = self.sharding is not None and bool(self.sharding.reduced)
-        # squares by [whole or FSDP-sharded][whole or sliced over tp], per device: offloaded shards have their
-        # gradients in host memory, which a scalar on the device cannot multiply
-        squares_at = {self.device: torch.zeros(2, 2, dtype=torch.float64, device=self.device)}
-        grads = []
+        kinds = {name: self.layout.divided_over(name, parameter) for name, parameter in self.parameters.items()}
+        distinct = list(dict.fromkeys(kinds.values()))
+        # gradients by the axes over which they are divided, and by device: offloaded shards have theirs in host memory
+        groups: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
         for name, parameter in self.parameters.items():
-            if parameter.grad is None:
-                continue
-            grad = local_part(parameter.grad)
-            grads.append(grad)
-            kind = int(isinstance(parameter, DTensor)), int(name in self.layout.slices)
-            if grad.device not in squares_at:
-                squares_at[grad.device] = torch.zeros(2, 2, dtype=torch.float64, device=grad.device)
-            squares_at[grad.device][kind] += grad.double().square().sum() if grad.numel() else 0
-        squares = torch.stack([copy_to_device(sums, self.device) for sums in squares_at.values()]).sum(0)
-        squares[1] = self.world.sum(squares[1].clone(), *(("dp", "cp") if sharded else ()))
-        whole = squares.sum(0)
-        whole[1] = self.world.sum(whole[1].clone(), "tp")
+            if parameter.grad is not None and local_part(parameter.grad).numel():
+                grad = local_part(parameter.grad)
+                groups.setdefault((distinct.index(kinds[name]), grad.device, grad.dtype), []).append(grad)
+        squares = torch.zeros(len(distinct), dtype=torch.float64, device=self.device)
+        for (kind, _, _), grads in groups.items():
+            norms = torch.stack(torch._foreach_norm(grads, 2, torch.float64))
+            squares[kind] += copy_to_device(norms.square().sum(), self.device)
+        whole = sum_parts(squares, distinct, world=self.world)
         norm = self.world.sum(whole.sum(), "pp").sqrt()
         if math.isfinite(limit):
             factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-            factors = {device: factor.to(device) for device in squares_at}
-            for grad in grads:
-                grad.mul_(factors[grad.device].to(grad.dtype))
+            for (_, device, dtype), grads in groups.items():
+                torch._foreach_mul_(grads, factor.to(device, dtype))
         return norm.float()
 
     @torch.no_grad()
@@ -491,17 +493,12 @@ class MeshPlacement(Placement):
 
     def squares(self, tensors: Mapping[str, Tensor]) -> Tensor:
         names = [canonical_name(name) for name in tensors]
-        squares = torch.stack(
-            [t.detach().double().square().sum() for t in tensors.values()]
-            or [torch.zeros((), dtype=torch.float64, device=self.device)]
-        )
-        sharded = [isinstance(self._parameters[name], DTensor) for name in names]
-        sliced = [name in self._layout.slices for name in names]
-        for members, axes in ((sharded, ("dp", "cp")), (sliced, ("tp",))):
-            if any(members):
-                index = copy_to_device(torch.tensor([i for i, member in enumerate(members) if member]), squares.device)
-                squares[index] = self._world.sum(squares[index], *axes)
-        return squares[: len(names)]
+        squares = torch.zeros(len(names), dtype=torch.float64, device=self.device)
+        if names:
+            norms = torch._foreach_norm([tensor.detach() for tensor in tensors.values()], 2, torch.float64)
+            squares = torch.stack(norms).square()
+        kinds = [self._layout.divided_over(name, self._parameters[name]) for name in names]
+        return sum_parts(squares, kinds, world=self._world)
 
     def full_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         keys = {canonical_name(name): name for name in tensors}

@@ -1,8 +1,10 @@
 """ZeRO by FSDP2: each block is a unit whose weights are sharded over N ranks and gathered while it computes.
 
 The units are the transformer blocks, the embedding and the head, and the rest of a model as its root. Adapters belong
-to their block's unit, so that they need no separate collective. Weights shared by several modules stay in the root, the
-only unit that is gathered whenever any of them is used.
+to their block's unit, so that they need no separate collective. Where ranks share experts (`mesh.ep`), a block's
+experts are a unit of their own over fewer ranks. Weights shared by several modules stay in the root, the only unit that
+is gathered whenever any of them is used, or are split by tokens and never gathered
+(`flatshift.finetune.parallel.tensor.apply.split_tied_vocabulary`).
 """
 
 from __future__ import annotations
@@ -30,10 +32,10 @@ from torch.distributed.tensor import DTensor, Shard
 from ..compute.capabilities import capabilities
 from ..config import Mesh
 from ..errors import UserError
-from ..models.anatomy import transformer_blocks
+from ..models.anatomy import routed_experts, transformer_blocks
 from ..models.checkpoint import canonical_name
 from .layout import local_part
-from .mesh import ProcessMesh
+from .mesh import AXES, EXPERT_SHARDS, SHARDS, ProcessMesh
 
 # A first dim that does not divide is still sharded if it is this many times the ranks: the remainder is negligible.
 _LONG = 64
@@ -48,7 +50,7 @@ class Sharding:
         reduced: canonical names of the trainable parameters whose gradients FSDP2 reduces (the *mean* over `group`
             ranks).
         group: ranks over which those gradients are averaged; 1 if there are none.
-        whole_bytes: bytes of all parameters without sharding (but sliced by tp and pp).
+        whole_bytes: bytes of all parameters without sharding (but sliced by tp, pp and tokens).
         sharded_bytes: bytes of the sharded ones among them.
         local_bytes: bytes of all parameters on this rank.
         reduces_always: True if gradients are reduced in every micro-batch (ZeRO-2).
@@ -75,7 +77,7 @@ class Sharding:
 
 
 def shard(model: nn.Module, *, mesh: Mesh, world: ProcessMesh, reshard: bool | None = None) -> Sharding:
-    """Shard `model` in place over dp (and cp), with copies along replicate; a no-op if dp and cp are 1.
+    """Shard `model` in place over dp (and ep and cp), with copies along replicate; a no-op if these are 1.
 
     Args:
         model: on meta or real; a module with the children `part0`, `part1`, … is sharded part by part.
@@ -86,7 +88,7 @@ def shard(model: nn.Module, *, mesh: Mesh, world: ProcessMesh, reshard: bool | N
     """
     parameters = list(model.parameters())
     whole_bytes = sum(p.nbytes for p in parameters)
-    if world.width("dp", "cp") == 1:
+    if world.width(*SHARDS) == 1:
         return Sharding((), frozenset(), 1, whole_bytes, 0, whole_bytes, False)
     if mesh.offload and not capabilities(world.device).pages:
         raise UserError("mesh.offload keeps shards in host memory, which needs a CUDA device; leave it out on the CPU")
@@ -96,12 +98,15 @@ def shard(model: nn.Module, *, mesh: Mesh, world: ProcessMesh, reshard: bool | N
             "mesh.adapters: shard"
         )
     ignored = {p for p in parameters if (mesh.adapters == "replicate" if p.requires_grad else mesh.zero < 3)}
+    for module in model.modules():
+        if getattr(getattr(module, "vocabulary", None), "rows_differ", False):  # slices along these axes already
+            ignored.update(module.parameters(recurse=False))
     # gradients are reduced in float32 in any case; weights are used in their own dtype
     narrow = any(p.requires_grad and p.dtype != torch.float32 for p in parameters)
     options: dict[str, Any] = {
-        "mesh": _fsdp_mesh(world),
+        "mesh": _fsdp_mesh(world, SHARDS),
         "reshard_after_forward": mesh.reshard if reshard is None else reshard,
-        "shard_placement_fn": partial(_placement, world.width("dp", "cp")),
+        "shard_placement_fn": partial(_placement, world.width(*SHARDS)),
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32) if narrow else MixedPrecisionPolicy(),
         "offload_policy": CPUOffloadPolicy() if mesh.offload else OffloadPolicy(),
         "ignored_params": ignored,
@@ -110,6 +115,8 @@ def shard(model: nn.Module, *, mesh: Mesh, world: ProcessMesh, reshard: bool | N
     # the stages of a pipeline rank, each of which is called by itself, or the model
     stages = [child for name, child in model.named_children() if re.fullmatch(r"part\d+", name)]
     for root in stages or [model]:
+        if world.width("ep") > 1:
+            unit_count += _shard_experts(root, ignored, options, world)
         units = _find_units(root, ignored)
         for unit in [*units, root]:
             fully_shard(unit, **options)
@@ -130,12 +137,26 @@ def shard(model: nn.Module, *, mesh: Mesh, world: ProcessMesh, reshard: bool | N
     return Sharding(
         fsdp_units,
         reduced,
-        world.width("replicate", "dp", "cp") if reduced else 1,
+        world.width("replicate", *SHARDS) if reduced else 1,
         whole_bytes,
         sum(p.numel() * p.itemsize for p in model.parameters() if isinstance(p, DTensor)),
         sum(local_part(p).nbytes for p in model.parameters()),
         mesh.zero == 2,
     )
+
+
+def _shard_experts(root: nn.Module, ignored: set[nn.Parameter], options: dict[str, Any], world: ProcessMesh) -> int:
+    """Shard the experts of this rank over the ranks that have the same, and return the number of units; without such
+    ranks they are added to `ignored`."""
+    width = world.width(*EXPERT_SHARDS)
+    experts = [module for module in routed_experts(root).values() if any(p not in ignored for p in module.parameters())]
+    if width == 1:
+        ignored.update(parameter for module in experts for parameter in module.parameters())
+        return 0
+    placement = partial(_placement, width)
+    for module in experts:
+        fully_shard(module, **options | {"mesh": _fsdp_mesh(world, EXPERT_SHARDS), "shard_placement_fn": placement})
+    return len(experts)
 
 
 def _find_units(root: nn.Module, ignored: set[nn.Parameter]) -> list[nn.Module]:
@@ -181,15 +202,18 @@ def _find_embedding_and_head(root: nn.Module, *getters: str) -> list[nn.Module]:
     return [end for end in ends if isinstance(end, nn.Module)]
 
 
-def _fsdp_mesh(world: ProcessMesh) -> DeviceMesh:
-    """Return the one-dimensional mesh over dp and cp, or with replicate as first dim (HSDP)."""
-    inner = [axis for axis in ("dp", "cp") if world.width(axis) > 1]
+def _fsdp_mesh(world: ProcessMesh, axes: tuple[str, ...]) -> DeviceMesh:
+    """Return the one-dimensional mesh over `axes`, or with replicate as first dim (HSDP)."""
+    inner = [axis for axis in axes if world.width(axis) > 1]
     if world.width("replicate") == 1:
         return world.flat(*inner)
     if len(inner) == 1:
         return world.submesh("replicate", *inner)
     assert world.mesh is not None
-    ranks = world.mesh.mesh.permute(0, 4, 1, 2, 3)[world.index("pp"), world.index("tp")].flatten(1)
+    outer = [axis for axis in AXES if axis not in ("replicate", *axes)]
+    order = [AXES.index(axis) for axis in (*outer, "replicate", *axes)]
+    ranks = world.mesh.mesh.reshape([world.width(axis) for axis in AXES])
+    ranks = ranks.permute(order)[tuple(world.index(axis) for axis in outer)].flatten(1)
     groups = [world.group("replicate"), world.group(*inner)]
     return DeviceMesh.from_group(groups, world.device.type, mesh=ranks, mesh_dim_names=("replicate", "_".join(inner)))
 

@@ -9,7 +9,7 @@ second. The same applies to a parameter's gradient and its optimizer moments.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from .mesh import ProcessMesh
+from ..compute.capabilities import copy_to_device
+from .mesh import EXPERT_SHARDS, SHARDS, ProcessMesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -32,15 +33,17 @@ class Slice:
     size: int
     runs: tuple[tuple[int, int], ...]
     """Half-open runs of global indices, in local order; several for fused projections (GPT-2's qkv)."""
+    axis: str = "tp"
+    """The mesh's axis whose ranks have the other indices."""
 
     @classmethod
-    def part(cls, dim: int, size: int, *, rank: int, width: int, fused: int = 1) -> Slice:
+    def part(cls, dim: int, size: int, *, rank: int, width: int, fused: int = 1, axis: str = "tp") -> Slice:
         """Return the `rank`-th of `width` parts of each of `fused` equal blocks along `dim`: ⌈block / width⌉ indices,
         the last ones fewer."""
         assert size % fused == 0, (size, fused)
         block = size // fused
         start, stop = _chunk_bounds(block, rank, width)
-        return cls(dim, size, tuple((b * block + start, b * block + stop) for b in range(fused)))
+        return cls(dim, size, tuple((b * block + start, b * block + stop) for b in range(fused)), axis)
 
     @property
     def local_size(self) -> int:
@@ -52,17 +55,17 @@ class Slice:
         return torch.cat([torch.arange(start, stop) for start, stop in self.runs])
 
     def take(self, whole: Tensor) -> Tensor:
-        """Return the local part of `gather_full_tensor`."""
+        """Return the local part of a full tensor."""
         return torch.cat([whole.narrow(self.dim, start, stop - start) for start, stop in self.runs], dim=self.dim)
 
 
 @dataclass
 class TensorParallelLayout:
-    """Tensor-parallel slices of a model: empty without tensor parallelism."""
+    """Slices of a model along tp and ep: empty without these axes."""
 
     slices: dict[str, Slice] = field(default_factory=dict)
-    """Slice by canonical name for every parameter of which this rank holds a part; the others are whole on every tp
-    rank."""
+    """Slice by canonical name for every parameter of which this rank holds a part; the others are whole on every rank
+    of tp and ep."""
     partial: set[str] = field(default_factory=set)
     """Trainable parameters that are whole on every tp rank but whose gradient must be summed over tp (A of a
     column-parallel layer, B of a row-parallel one)."""
@@ -82,6 +85,16 @@ class TensorParallelLayout:
             if (next_slice := self.slices.get(next_weight)) is not None:
                 features[name] = next_slice.runs[0][0]
         return features
+
+    def has_own_experts(self, name: str) -> bool:
+        """True if `name` is a parameter of experts that this rank of ep has and others do not."""
+        return name in self.slices and self.slices[name].axis == "ep"
+
+    def divided_over(self, name: str, parameter: Tensor) -> tuple[tuple[str, ...], ...]:
+        """Return the axes, in groups, over whose ranks the parts of `parameter` are spread."""
+        own = self.slices.get(name)
+        shards = EXPERT_SHARDS if self.has_own_experts(name) else SHARDS
+        return (*([shards] if isinstance(parameter, DTensor) else ()), *(() if own is None else [(own.axis,)]))
 
     def shape(self, name: str, local: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
         """Return the full shape of the parameter `name` whose tensor-parallel part has the shape `local_part`."""
@@ -111,7 +124,7 @@ def local_index_runs(parameter: Tensor, tp_slice: Slice | None) -> list[Runs]:
         mesh = parameter.device_mesh
         for mesh_dim, dim in _sharded_dims(parameter):
             start, stop = _chunk_bounds(parameter.shape[dim], mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim))
-            runs[dim] = _select_runs(runs[dim], start, stop)
+            runs[dim] = select_runs(runs[dim], start, stop)
     return runs
 
 
@@ -129,7 +142,7 @@ def _chunk_bounds(size: int, rank: int, width: int) -> tuple[int, int]:
     return min(rank * step, size), min((rank + 1) * step, size)
 
 
-def _select_runs(runs: Runs, start: int, stop: int) -> Runs:
+def select_runs(runs: Runs, start: int, stop: int) -> Runs:
     """Return the indices number `start` to `stop` of the concatenated `runs`."""
     selected, offset = [], 0
     for first, last in runs:
@@ -144,20 +157,13 @@ def _select_runs(runs: Runs, start: int, stop: int) -> Runs:
 def copy_local_part(
     tensor: Tensor, whole: Tensor, tp_slice: Slice | None = None, *, parameter: Tensor | None = None
 ) -> None:
-    """Copy this rank's part of `gather_full_tensor` into `tensor`, a parameter or a tensor sharded like the parameter
-    `parameter`."""
+    """Copy this rank's part of `whole` into `tensor`, a parameter or one that is sharded like `parameter`."""
     target = local_part(tensor)
     for dim, runs in enumerate(local_index_runs(tensor if parameter is None else parameter, tp_slice)):
         parts = [whole.narrow(dim, start, stop - start) for start, stop in runs] or [whole.narrow(dim, 0, 0)]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
     assert target.shape == whole.shape, (target.shape, whole.shape)
     target.copy_(whole)
-
-
-def gather_full_tensor(tensor: Tensor, *, world: ProcessMesh) -> Tensor:
-    """Return the full tensor of a parameter that is not sliced over tp (see `gather_full_tensors`)."""
-    only = {"": tensor}
-    return gather_full_tensors(only, parameters=only, layout=TensorParallelLayout(), world=world)[""]
 
 
 @torch.no_grad()
@@ -171,7 +177,7 @@ def gather_full_tensors(
     """Gather `tensors` (parameters, gradients or moments by canonical name, with the parameter of each), by one
     collective for each axis along which any of them is sharded.
 
-    Collective over the FSDP axis and over tp: every rank there calls it with the same names in the same order, and gets
+    Collective over the FSDP axis, ep and tp: every rank there calls it with the same names in the same order, and gets
     the same full tensors on `world.device`. Unsharded tensors are returned as they are, not copied.
     """
     parts = {name: local_part(tensor).to(world.device) for name, tensor in tensors.items()}
@@ -186,20 +192,33 @@ def gather_full_tensors(
         shapes = {name: _chunk_shapes(parameters[name].shape, dim, width) for name, dim in dims.items()}
         chunks = _all_gather_bytes({name: parts[name] for name in dims}, shapes, mesh.get_group(mesh_dim), width)
         parts |= {name: torch.cat(chunks[name], dim) for name, dim in dims.items()}
-    tp = world.width("tp")
-    rank_slices = {
-        name: [Slice.part(own.dim, own.size, rank=rank, width=tp, fused=len(own.runs)) for rank in range(tp)]
-        for name, own in layout.slices.items()
-        if name in parts
-    }
-    if tp > 1 and rank_slices:
-        shapes = {
-            name: [_resize(parts[name].shape, each.dim, each.local_size) for each in slices]
-            for name, slices in rank_slices.items()
+    for axis in ("ep", "tp"):
+        width = world.width(axis)
+        rank_slices = {
+            name: [Slice.part(own.dim, own.size, rank=rank, width=width, fused=len(own.runs)) for rank in range(width)]
+            for name, own in layout.slices.items()
+            if name in parts and own.axis == axis
         }
-        chunks = _all_gather_bytes({name: parts[name] for name in rank_slices}, shapes, world.group("tp"), tp)
-        parts |= {name: _join_slices(chunks[name], slices) for name, slices in rank_slices.items()}
+        if width > 1 and rank_slices:
+            shapes = {
+                name: [_resize(parts[name].shape, each.dim, each.local_size) for each in slices]
+                for name, slices in rank_slices.items()
+            }
+            chunks = _all_gather_bytes({name: parts[name] for name in rank_slices}, shapes, world.group(axis), width)
+            parts |= {name: _join_slices(chunks[name], slices) for name, slices in rank_slices.items()}
     return parts
+
+
+def sum_parts(values: Tensor, divided: Sequence[tuple[tuple[str, ...], ...]], *, world: ProcessMesh) -> Tensor:
+    """Return `values` [≥ n], computed from this rank's parts of n parameters, summed over all parts of each.
+
+    divided: of each parameter, `TensorParallelLayout.divided_over`. Collective over these axes.
+    """
+    for axes in dict.fromkeys(axes for kind in divided for axes in kind):
+        members = [index for index, kind in enumerate(divided) if axes in kind]
+        index = copy_to_device(torch.tensor(members), values.device)
+        values[index] = world.sum(values[index], *axes)
+    return values
 
 
 def _chunk_shapes(shape: torch.Size, dim: int, width: int) -> list[torch.Size]:

@@ -1,21 +1,23 @@
 """Position of this process in the device mesh, and sums over the mesh's axes.
 
-The mesh always has all five axes, in this order, unused ones of size 1:
+The mesh has the used ones of six axes, in this order:
 
     pp          pipeline stages, farthest apart: they exchange one activation per micro-batch
     replicate   whole copies (DDP; with dp: HSDP)
     dp          parameter shards (FSDP2, ZeRO-3)
+    ep          parameter shards too, but of a mixture's experts each rank has whole ones (`mesh.ep` of `mesh.dp` ranks)
     cp          context: slices of the tokens
     tp          tensor parallel, nearest: neighbouring ranks, four collectives a block
 
-`replicate` and `dp` ranks see different rows (the *data* axes), `cp` ranks different tokens of the same rows, `tp` and
-`pp` ranks the same rows.
+`replicate`, `dp` and `ep` ranks see different rows (the *data* axes), `cp` ranks different tokens of the same rows,
+`tp` and `pp` ranks the same rows.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,9 +30,15 @@ from ..errors import UserError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-AXES = ("pp", "replicate", "dp", "cp", "tp")
-DATA = ("replicate", "dp")
+AXES = ("pp", "replicate", "dp", "ep", "cp", "tp")
+DATA = ("replicate", "dp", "ep")
 TOKENS = (*DATA, "cp")
+SHARDS = ("dp", "ep", "cp")
+"""Ranks over which FSDP2 shards; only `EXPERT_SHARDS` for the experts that a rank has."""
+EXPERT_SHARDS = ("dp", "cp")
+TIMEOUT = timedelta(days=7)
+"""Practically none: one rank may work for long while the others wait, and the watchdog distinguishes a slow step from a
+hung one."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,7 @@ class ProcessMesh:
 
     device: torch.device
     mesh: DeviceMesh | None = None
-    """Five-axis mesh `AXES`; None in a single process."""
+    """Mesh of the axes of several ranks, in the order of `AXES`; None in a single process."""
     rank: int = 0
     size: int = 1
     _groups: dict[tuple[str, ...], Any] = field(default_factory=dict, repr=False, compare=False)
@@ -57,23 +65,28 @@ class ProcessMesh:
 
         size = dist.get_world_size()
         check_mesh_size(mesh, size)
-        shape = tuple(getattr(mesh, axis) for axis in AXES)
-        return cls(device, init_device_mesh(device.type, shape, mesh_dim_names=AXES), dist.get_rank(), size)
+        if size == 1:
+            return cls.alone(device)
+        widths = {axis: mesh.dp // mesh.ep if axis == "dp" else getattr(mesh, axis) for axis in AXES}
+        shape = {axis: width for axis, width in widths.items() if width > 1}
+        devices = init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+        for group in devices.get_all_groups():  # torch gives them 10 or 30 minutes
+            dist.distributed_c10d._set_pg_timeout(TIMEOUT, group)
+        return cls(device, devices, dist.get_rank(), size)
 
     def width(self, *axes: str) -> int:
         """Return the number of ranks along `axes` together."""
         if self.mesh is None:
             return 1
-        return math.prod(self.mesh.shape[AXES.index(axis)] for axis in axes)
+        used: tuple[str, ...] = self.mesh.mesh_dim_names or ()
+        return math.prod(self.mesh.size(used.index(axis)) for axis in axes if axis in used)
 
     def index(self, *axes: str) -> int:
         """Return this rank's number along `axes`, the last of them counting fastest."""
-        if self.mesh is None:
-            return 0
-        coordinates = self.mesh.get_coordinate() or ()
         index = 0
         for axis in axes:
-            index = index * self.width(axis) + coordinates[AXES.index(axis)]
+            if self.mesh is not None and self.width(axis) > 1:
+                index = index * self.width(axis) + self.mesh.get_local_rank(axis)
         return index
 
     def submesh(self, *axes: str) -> DeviceMesh:
@@ -86,11 +99,14 @@ class ProcessMesh:
         return self.mesh[axes if len(axes) > 1 else axes[0]]
 
     def flat(self, *axes: str) -> DeviceMesh:
-        """Return a one-dimensional mesh over `axes` together. Collective at its first call."""
-        axes = tuple(axis for axis in AXES if axis in axes)
+        """Return a one-dimensional mesh over `axes` together, of several ranks. Collective at its first call."""
+        axes = tuple(axis for axis in AXES if axis in axes and self.width(axis) > 1)
         if axes not in self._groups:  # cached: slicing a mesh is slower than many a collective
             mesh = self.submesh(*axes)
-            self._groups[axes] = mesh._flatten("_".join(axes)) if len(axes) > 1 else mesh
+            if len(axes) > 1:
+                mesh = mesh._flatten("_".join(axes))
+                dist.distributed_c10d._set_pg_timeout(TIMEOUT, mesh.get_group())
+            self._groups[axes] = mesh
         return self._groups[axes]
 
     def group(self, *axes: str) -> dist.ProcessGroup:
@@ -121,8 +137,8 @@ class ProcessMesh:
         return self.rank == 0
 
     def __str__(self) -> str:
-        named = [f"{axis} {self.width(axis)}" for axis in AXES if self.width(axis) > 1]
-        return " × ".join(named) or "one device"
+        widths = {axis: self.width(*(("dp", "ep") if axis == "dp" else (axis,))) for axis in AXES}
+        return " × ".join(f"{axis} {width}" for axis, width in widths.items() if width > 1) or "one device"
 
 
 def check_mesh_size(mesh: Mesh, processes: int) -> None:

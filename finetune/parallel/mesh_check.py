@@ -41,7 +41,7 @@ from ..seeds import torch_generator
 from ..tasks import LanguageModel, Task
 from .build import build_engine
 from .mesh import DATA, ProcessMesh
-from .pipeline.pipeline_plan import virtual_stages
+from .pipeline_plan import virtual_stages
 
 BOUNDS = {"loss": 1e-5, "gradients": 1e-3, "norm": 1e-4}
 """Largest relative difference from one process; of the gradients, that of the worst tensor (its size is counted as at

@@ -34,6 +34,7 @@ from ..compute.memory import slice_columns, slice_rows
 from ..config import WIDTHS, Adapter, Mesh, Train
 from ..figures import format_bytes
 from ..models.families import find_family
+from ..parallel.pipeline_plan import BlockCosts, split_blocks, stages_of, virtual_stages
 from .sizes import BackboneSizes
 
 if TYPE_CHECKING:
@@ -86,7 +87,6 @@ def predict_footprint(
     train: Train,
     rows: int | None = None,
     device: str = "cuda",
-    expert_parallel: int = 1,
     packed: bool = False,
     regularizer: RegularizerConfig | None = None,
 ) -> Footprint:
@@ -95,19 +95,22 @@ def predict_footprint(
     Args:
         rows: sequences of a micro-batch on one rank; by default its share of `train.batch_size`.
         device: kind of device, which sets how many logits are computed at once.
-        expert_parallel: data ranks that share the experts of every block, and so never gather those of others.
         packed: True if rows hold several examples, which a CPU separates by a dense mask.
         regularizer: the regularizer whose state is included; None: none.
     """
     width = WIDTHS[train.precision]
     weight_width = 2 if train.backbone_precision == "bf16" else width
-    block_width = _PACKED_BYTES.get(train.quantization or "", weight_width)
+    packed_width = _PACKED_BYTES.get(train.quantization or "", weight_width)
     shards = mesh.dp * mesh.cp
-    block, end = max(backbone.blocks) * block_width, max(backbone.ends, default=0) * weight_width
-    absent_experts = backbone.expert_elements * (1 - 1 / expert_parallel) * block_width
-    unit = int(max(block - absent_experts, end)) // mesh.tp
-    layers = math.ceil(len(backbone.blocks) / mesh.pp)
-    outer = sum(backbone.ends) * weight_width if mesh.pp == 1 else end
+    experts = backbone.expert_elements * weight_width  # stacked experts are no linear layers, and stay floats
+    block = (max(backbone.blocks) - backbone.expert_elements) * packed_width + experts
+    end = max(backbone.ends, default=0) * weight_width
+    absent_experts = experts * (1 - 1 / mesh.ep)
+    # a head that is the embedding itself is split by tokens, not gathered
+    is_split = not (backbone.output or backbone.whole_rows or mesh.offload) and mesh.tp * mesh.pp == 1
+    unit = int(max(block - absent_experts, 0 if is_split else end)) // mesh.tp
+    layers, ends = _fullest_rank(backbone, mesh, train)
+    outer = sum(backbone.ends) * weight_width if mesh.pp == 1 else ends * end
     stage = int(layers * block + outer) // mesh.tp
     gathered = 0
     if shards > 1 and mesh.zero == 3:
@@ -152,6 +155,30 @@ def predict_footprint(
     )
 
 
+def _fullest_rank(backbone: BackboneSizes, mesh: Mesh, train: Train) -> tuple[int, int]:
+    """Return the number of blocks, and of embedding and head, of the pipeline rank with most elements.
+
+    The head of a large vocabulary costs as much time as several blocks, which the last stage then lacks.
+    """
+    if mesh.pp == 1:
+        return len(backbone.blocks), 2
+    virtual = virtual_stages(mesh.schedule, mesh.virtual)
+    count, block, end = mesh.pp * virtual, max(backbone.blocks), max(backbone.ends, default=0)
+    if count > len(backbone.blocks):  # no pipeline, which `mesh` is refused for elsewhere
+        return math.ceil(len(backbone.blocks) / mesh.pp), 1
+    attention = 6.0 * train.max_length * backbone.hidden
+    costs = BlockCosts(
+        blocks=tuple(4.0 * elements + attention for elements in backbone.blocks),
+        last=4.0 * backbone.outputs * backbone.hidden,
+    )
+    runs = split_blocks(costs, count)
+    ranks = []
+    for rank in range(mesh.pp):
+        stages = stages_of(rank, pp=mesh.pp, virtual=virtual, schedule=mesh.schedule)
+        ranks.append((sum(len(runs[stage]) for stage in stages), sum(stage in (0, count - 1) for stage in stages)))
+    return max(ranks, key=lambda held: held[0] * block + held[1] * end)
+
+
 def mask_bytes(layers: int, train: Train) -> int:
     """Return the bytes of the dense masks of one packed row on a CPU: the token-by-token mask, and for each of `layers`
     layers the bias added to its scores (`flatshift.finetune.compute.attention`). With recomputed attention only one
@@ -163,7 +190,7 @@ def mask_bytes(layers: int, train: Train) -> int:
 def _activation_bytes(backbone: BackboneSizes, mesh: Mesh, adapter: Adapter, train: Train) -> float:
     """Return the bytes that the blocks of one rank keep for the backward pass of one sequence."""
     block = _block_bytes(backbone, mesh, adapter, train)
-    layers = math.ceil(len(backbone.blocks) / mesh.pp)
+    layers, _ = _fullest_rank(backbone, mesh, train)
     block_input = WIDTHS[train.precision] / (mesh.tp if mesh.sequence_parallel else 1)
     stored = block_input * layers + block if train.checkpointing == "full" else block * layers
     return stored * train.max_length * backbone.hidden / mesh.cp
@@ -194,6 +221,8 @@ def _block_bytes(backbone: BackboneSizes, mesh: Mesh, adapter: Adapter, train: T
     unsplit += 2 * width * backbone.routed  # tokens as dispatched to experts, and the experts' outputs
     if adapter.dropout > 0:
         unsplit += (width + 1) * backbone.inputs / backbone.hidden
+    if adapter.dora:  # the magnitudes' gradient takes the outputs of the layer and of its B
+        unsplit += 2 * width * (backbone.adapted_widths[0] * attends + backbone.adapted_widths[1]) / hidden
     return (unsplit + split) / mesh.tp if mesh.sequence_parallel else unsplit + split / mesh.tp
 
 
@@ -217,10 +246,27 @@ def work_bytes(backbone: BackboneSizes, mesh: Mesh, adapter: Adapter, train: Tra
     loss = int(width * (states + 2 * read * backbone.hidden) + logits)
     norm = (20 if width < 4 else 16) * states
     block = max(2 * width * tokens * backbone.feed_forward // mesh.tp, 12 * states)
+    if adapter.dora:
+        block = max(block, _dora_bytes(backbone, train, tokens))
+    elif train.quantization in ("nf4", "nf4-double"):  # a layer's weights are unpacked while it computes
+        block += width * max((math.prod(shape) for shape in backbone.layers), default=0) // mesh.tp
     if train.checkpointing != "full":
         return max(loss, norm, block)
     recomputed = recomputed_bytes(backbone, mesh, adapter, train, tokens)
     return max(loss - recomputed, norm - recomputed, block)
+
+
+def _dora_bytes(backbone: BackboneSizes, train: Train, tokens: int) -> int:
+    """Return the bytes of temporaries of PEFT's DoRA in its largest layer (m, n): an identity (n, n), from which it
+    computes BA, with BA and two sums of W0 and BA, or with BA and four outputs in float32."""
+    width = WIDTHS[train.precision]
+    is_quantized = train.quantization is not None
+
+    def layer(rows: int, columns: int) -> int:
+        sums = (2 + is_quantized) * width * rows * columns
+        return width * (columns + rows) * columns + max(sums, 16 * tokens * rows, 4 * columns**2)
+
+    return max((layer(*shape) for shape in set(backbone.layers)), default=0)
 
 
 def recomputed_bytes(backbone: BackboneSizes, mesh: Mesh, adapter: Adapter, train: Train, tokens: int) -> int:
@@ -233,7 +279,7 @@ def _cast_bytes(backbone: BackboneSizes, mesh: Mesh, train: Train) -> int:
     if train.precision == "fp32" or train.adapter_precision == "bf16":
         return 0
     attention, other = backbone.trained
-    layers = 1 if train.checkpointing == "full" else math.ceil(len(backbone.blocks) / mesh.pp)
+    layers = 1 if train.checkpointing == "full" else _fullest_rank(backbone, mesh, train)[0]
     return 2 * layers * (other + (attention if train.checkpointing != "selective" else 0))
 
 

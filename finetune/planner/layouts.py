@@ -22,7 +22,8 @@ from flatshift.regularizers.config import RegularizerConfig
 from ..config import WIDTHS, Adapter, Mesh, Train
 from ..errors import UserError
 from ..figures import format_bytes, format_duration
-from ..models.families import block_stacks, find_family, is_tried, tensor_plan
+from ..models.families import block_stacks, find_family, has_expert_plan, is_tried, tensor_plan
+from ..models.quantize import BLOCK
 from .devices import Cluster, Devices, detect_devices
 from .footprint import Footprint, predict_footprint, rows_per_piece
 from .rules import RuleSettings, broken_rule, check_settings
@@ -32,7 +33,7 @@ from .throughput import StepLayout, StepSeconds, kernels_per_block, predict_seco
 if TYPE_CHECKING:
     from ..tasks import Task
 
-AXES = ("pp", "replicate", "dp", "cp", "tp")
+AXES = ("pp", "replicate", "dp", "ep", "cp", "tp")
 _RESERVED = (1.03, 1.10)  # memory reserved by the allocator ÷ memory in use, low and high
 _OUTSIDE = {"context": (0.5, 1.0), "nccl": (1.0, 2.0)}
 """GiB that nvidia-smi counts on top: a process's CUDA context, and NCCL's buffers with more than one rank."""
@@ -58,8 +59,6 @@ class Layout:
     flops: float
     """Model FLOPs of a step: 4 per frozen weight and token that it multiplies, plus attention."""
     cluster: Cluster
-    expert_parallel: int = 1
-    """Data ranks that share the experts of every block; training supports only 1."""
 
     @property
     def room(self) -> int | None:
@@ -107,18 +106,15 @@ class Layout:
     def name(self) -> str:
         """Name of the layout, made of its axes."""
         name = mesh_name(self.mesh) or "one device"
-        name += " (sequence)" if self.mesh.sequence_parallel and self.mesh.tp > 1 else ""
-        return name + (f" × ep {self.expert_parallel}" if self.expert_parallel > 1 else "")
+        return name + (" (sequence)" if self.mesh.sequence_parallel and self.mesh.tp > 1 else "")
 
     def document(self) -> dict[str, Any]:
         """Return the layout as a dictionary for JSON and pages."""
         gib = self.needs.total / 2**30
         outside = [sum(ends) for ends in zip(*self.outside.values(), strict=True)] or [0.0, 0.0]
-        experts = {"expert_parallel": self.expert_parallel} if self.expert_parallel > 1 else {}
         return {
             "name": self.name,
-            "mesh": wide_axes(self.mesh) | experts,
-            "trainable": self.expert_parallel == 1,
+            "mesh": wide_axes(self.mesh),
             "batch_size": self.train.batch_size,
             "accumulate": self.train.accumulate,
             "checkpointing": self.train.checkpointing,
@@ -153,7 +149,7 @@ def best_layout(layouts: Sequence[Layout]) -> Layout:
         return fastest
     similar = [layout for layout in layouts if layout.fits and layout.time.total <= _TIME_NOISE * fastest.time.total]
     # if all wait for the host, prefer the one with the least device work
-    return min(similar, key=lambda o: (o.expert_parallel, o.mesh.pp, o.mesh.tp, o.mesh.dp, o.time.total - o.time.host))
+    return min(similar, key=lambda o: (o.mesh.ep, o.mesh.pp, o.mesh.tp, o.mesh.dp, o.time.total - o.time.host))
 
 
 def wide_axes(mesh: Mesh) -> dict[str, int]:
@@ -187,8 +183,9 @@ def enumerate_layouts(
         variants = [mesh]
         if mesh.tp > 1 and not mesh.sequence_parallel:
             variants.append(dataclasses.replace(mesh, sequence_parallel=True))
-        # data ranks that share the experts
-        shares = [e for e in _divisors(mesh.dp) if e == 1 or (sizes.experts > 1 and sizes.experts % e == 0)]
+        if mesh.tp == mesh.ep == 1 and has_expert_plan(sizes.kind):
+            shares = [ep for ep in _divisors(mesh.dp)[1:] if sizes.experts % ep == 0]
+            variants += [dataclasses.replace(mesh, ep=ep) for ep in shares]
         for accumulate in _divisors(rows):
             if (rows // accumulate) % (mesh.replicate * mesh.dp):
                 continue
@@ -197,12 +194,12 @@ def enumerate_layouts(
                 mesh, requested, dataclasses.replace(settings, mesh=mesh, train=batch), sizes, cluster.node
             ):
                 continue
-            for checkpointing, variant, sharing in itertools.product(recompute, variants, shares):
+            for checkpointing, variant in itertools.product(recompute, variants):
                 trained = dataclasses.replace(batch, checkpointing=checkpointing)  # type: ignore[arg-type]
                 read = dataclasses.replace(settings, mesh=variant, train=settings.task.traits.count_token_rows(trained))
-                layout = price_layout(read, sizes, cluster, expert_parallel=sharing)
+                layout = price_layout(read, sizes, cluster)
                 layout = dataclasses.replace(layout, train=trained)
-                key = (*(getattr(mesh, axis) for axis in AXES), sharing)
+                key = tuple(getattr(variant, axis) for axis in AXES)
                 if key not in best or layout.order < best[key].order:
                     best[key] = layout
     if not best:
@@ -260,7 +257,7 @@ def step_seconds(sizes: BackboneSizes, cluster: Cluster, settings: RuleSettings)
     return price_layout(dataclasses.replace(settings, train=read), sizes, cluster).time.total
 
 
-def price_layout(settings: RuleSettings, sizes: BackboneSizes, cluster: Cluster, *, expert_parallel: int = 1) -> Layout:
+def price_layout(settings: RuleSettings, sizes: BackboneSizes, cluster: Cluster) -> Layout:
     """Return one layout of all the cluster's devices with its bytes and seconds; `settings.train` describes the
     sequences the model reads (`Task.as_read`), `sizes` the backbone under the task."""
     mesh, train, adapter = settings.mesh, settings.train, settings.adapter
@@ -272,8 +269,8 @@ def price_layout(settings: RuleSettings, sizes: BackboneSizes, cluster: Cluster,
     gathered = 0.0
     if shards > 1 and mesh.zero == 3:
         times = 1 if not mesh.reshard or mesh.pp > 1 else 2
-        experts, sharing = blocks * sizes.expert_elements, shards // expert_parallel
-        groups = ((sum(sizes.blocks) - experts, shards), (experts / expert_parallel, sharing))
+        experts, sharing = blocks * sizes.expert_elements, shards // mesh.ep
+        groups = ((sum(sizes.blocks) - experts, shards), (experts / mesh.ep, sharing))
         gathered = times * width * sum(part * (n - 1) / n for part, n in groups) / (mesh.tp * mesh.pp)
     if mesh.pp > 1:
         gathered /= max(pieces, 1)
@@ -305,8 +302,8 @@ def price_layout(settings: RuleSettings, sizes: BackboneSizes, cluster: Cluster,
         reduced=4 * sizes.adapter / (mesh.tp * mesh.pp) * reduced,
         reduced_inside=cluster.count <= cluster.node,
         tp_inside=mesh.tp <= cluster.node,
-        exchanged=dispatched * (expert_parallel - 1) / expert_parallel,
-        exchanged_inside=expert_parallel * mesh.tp <= cluster.node,
+        exchanged=dispatched * (mesh.ep - 1) / mesh.ep,
+        exchanged_inside=mesh.ep * mesh.tp <= cluster.node,
         kernels=kernels,
     )
     tokens = train.batch_size * train.accumulate * train.max_length
@@ -318,12 +315,11 @@ def price_layout(settings: RuleSettings, sizes: BackboneSizes, cluster: Cluster,
         adapter=adapter,
         train=train,
         device=cluster.kind,
-        expert_parallel=expert_parallel,
         packed=settings.task.pack,
         regularizer=settings.regularizer,
     )
     seconds = predict_seconds(work, cluster.device, network=cluster.network, constants=cluster.constants)
-    return Layout(mesh, train, needs, seconds, flops, cluster, expert_parallel)
+    return Layout(mesh, train, needs, seconds, flops, cluster)
 
 
 def enumerate_meshes(mesh: Mesh, ranks: int, free: Sequence[str]) -> Iterator[Mesh]:
@@ -344,6 +340,9 @@ def is_allowed(option: Mesh, requested: Mesh, settings: RuleSettings, sizes: Bac
     if (option.tp > requested.tp or option.pp > requested.pp) and not is_tried(sizes.kind, grown):
         return False
     splits_widths = family.tensor is not None and not (sizes.heads % option.tp or node % option.tp)
+    if settings.train.quantization in ("nf4", "nf4-double"):  # a layer's inputs are split between blocks of scales
+        widths = (sizes.heads * sizes.head, sizes.feed_forward)
+        splits_widths &= not any(-(-width // option.tp) % BLOCK for width in widths if width % BLOCK == 0)
     splits_blocks = bool(family.stacks) and option.pp * (option.virtual or 1) <= len(sizes.blocks)
     if (option.tp > requested.tp and not splits_widths) or (option.pp > requested.pp and not splits_blocks):
         return False

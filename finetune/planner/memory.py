@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,13 +31,14 @@ from ..compute.precision import autocast, infer_precision
 from ..config import WIDTHS, Adapter, Mesh, Optimizer, OptimizerKind, Train
 from ..errors import UserError
 from ..figures import format_bytes
-from ..models.anatomy import transformer_blocks
+from ..models.anatomy import routed_experts, transformer_blocks
 from ..models.quantize import quantization_scales
 from ..parallel.engine import Engine
 from ..parallel.layout import local_part
-from ..parallel.pipeline.pipeline_plan import bubble_fraction, pieces_per_micro, round_up_pieces, virtual_stages
+from ..parallel.mesh import SHARDS
+from ..parallel.pipeline_plan import bubble_fraction, pieces_per_micro, round_up_pieces, virtual_stages
 from .footprint import mask_bytes, perturbation_bytes, recomputed_bytes, work_bytes
-from .sizes import BackboneSizes
+from .sizes import ROUTED, BackboneSizes
 
 if TYPE_CHECKING:
     from ..tasks import Task
@@ -140,7 +142,8 @@ def _temporary_bytes(model: Any, train: Train, task: Task | None, gradients: int
         for name, parameter in model.named_parameters()
         if not parameter.requires_grad
     }
-    adapter = Adapter(rank=max((len(a) for a, _ in lora_factors(model)), default=1))
+    dora = any(getattr(module, "lora_magnitude_vector", None) for module in model.modules())
+    adapter = Adapter(rank=max((len(a) for a, _ in lora_factors(model)), default=1), dora=dora)
     try:
         sizes = BackboneSizes.of(model.config.to_dict(), shapes, adapter)
     except UserError:
@@ -220,19 +223,22 @@ def _one_row(model: Any, tokens: int, train: Train) -> Iterator[Callable[[], Ten
 def count_saved_bytes(model: nn.Module, forward: Callable[[], object]) -> int:
     """Return the bytes that autograd keeps while the output of `forward` is alive, the model's own excluded."""
     weights = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    storages: dict[int, int] = {}
+    alive: weakref.WeakSet[_SavedTensor] = weakref.WeakSet()  # without those of graphs that end within the pass
 
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            storages[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # an output saved by its own node would otherwise keep the graph alive in a cycle
+    def keep(tensor: Tensor) -> _SavedTensor:
+        alive.add(entry := _SavedTensor(tensor))
+        return entry
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        output = forward()  # keep alive until the sum is taken: freed storages would have their addresses reused
-        total = sum(storages.values())
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda entry: entry.tensor):
+        output = forward()  # keep alive until the sum is taken
+        storages = {s.data_ptr(): s.nbytes() for s in (entry.tensor.untyped_storage() for entry in alive)}
         del output
-    return total
+    return sum(size for address, size in storages.items() if address not in weights)
+
+
+class _SavedTensor:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()  # an output saved by its own node would otherwise keep the graph alive in a cycle
 
 
 def plan_lines(model: nn.Module, *, train: Train, optimizer: Optimizer, plan: MemoryPlan | None = None) -> list[str]:
@@ -292,8 +298,8 @@ def _communication_lines(engine: Engine, mesh: Mesh, train: Train, adapter: int)
     world, sharding = engine.world, engine.sharding
     lines = []
     if sharding is not None and sharding.units:
-        ranks = world.width("dp", "cp")
-        axes = " × ".join(axis for axis in ("dp", "cp") if world.width(axis) > 1)
+        ranks = world.width(*SHARDS)
+        axes = " × ".join(axis for axis in SHARDS if world.width(axis) > 1)
         gathers = 2 if mesh.reshard and mesh.pp == 1 else 1
         gathered = gathers * train.accumulate * sharding.sharded_bytes * (ranks - 1) // ranks
         # in a ring each rank passes on all shards but its own: once for a reduce-scatter, twice for an all-reduce
@@ -306,7 +312,7 @@ def _communication_lines(engine: Engine, mesh: Mesh, train: Train, adapter: int)
         lines.append(
             f"{format_bytes(2 * adapter * (mesh.replicate - 1) // mesh.replicate)} of adapter gradients along replicate"
         )
-    if mesh.tp * mesh.cp * mesh.pp == 1:
+    if mesh.tp * mesh.cp * mesh.pp * mesh.ep == 1:
         return lines
     config: Any = engine.peft.config
     blocks = len(transformer_blocks(engine.model))
@@ -315,6 +321,11 @@ def _communication_lines(engine: Engine, mesh: Mesh, train: Train, adapter: int)
     hidden = getattr(config, "hidden_size", None) or config.get_text_config().hidden_size
     # hidden states of this rank's share of all micro-batches: B·T/cp·D
     states = rows * (train.max_length // world.width("cp")) * hidden * width * train.accumulate
+    if mesh.ep > 1:
+        text = config.get_text_config()
+        chosen = next((getattr(text, name) for name in ROUTED if isinstance(getattr(text, name, None), int)), 1)
+        exchanged = 4 * chosen * states * len(routed_experts(engine.model)) * (mesh.ep - 1) // mesh.ep
+        lines.append(f"{format_bytes(exchanged)} of tokens to experts and back along ep")
     if mesh.tp > 1:
         lines.append(
             f"{format_bytes(8 * states * blocks * (mesh.tp - 1) // mesh.tp)} of activations along tp (4 all-reduces a "

@@ -25,7 +25,7 @@ _BLOCK = re.compile(r"^(?:(?P<stack>.*?)\.)?(?P<number>\d+)\.")
 _NO_LAYER = re.compile(r"(norm|embed|bias|wte|wpe)[^.]*(\.weight)?$|\.bias$", re.IGNORECASE)
 _MAX_NUMBER = 1 << 53  # above it a whole number in config.json is no size, position or token
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_ROUTED = ("num_experts_per_tok", "moe_k", "top_k")
+ROUTED = ("num_experts_per_tok", "moe_k", "top_k")
 _EXPERT = re.compile(r"\.experts\.(?!.*router)")
 _ROUTER = re.compile(r"\.(gate|router)(\.[^.]+)?$")
 _OUTPUT = re.compile(r"^(lm_head|embed_out|output_projection|cls)\b")
@@ -89,6 +89,7 @@ class BackboneSizes:
     normed: bool = False  # True if queries and keys are normalised per head (Qwen3)
     ranks: tuple[int, int] = (0, 0)  # sum of the ranks of a block's adapted layers: (attention, other)
     trained: tuple[int, int] = (0, 0)  # elements of a block's adapters: (attention, other)
+    adapted_widths: tuple[int, int] = (0, 0)  # output channels of a block's adapted layers: (attention, other)
     positions: int | None = None  # maximum sequence length the backbone supports, in tokens; None: not specified
     bounded: bool = False  # True if positions are a table, with no entries beyond `positions`
     layers: tuple[tuple[int, int], ...] = ()  # shape (rows, columns) of each adapted matrix
@@ -112,6 +113,8 @@ class BackboneSizes:
                 raise UserError(
                     f"{file} has {key} {shorten(str(value), 40)}, which is no size; fetch the backbone again"
                 )
+        if config.get("quantization_config") is not None:  # of the floats that training begins with
+            return _sizes_from_config(config, adapter, str(directory))
         return cls.of(config, _read_shapes(directory), adapter, str(directory))
 
     @classmethod
@@ -125,7 +128,7 @@ class BackboneSizes:
         """Return the sizes of a backbone with this configuration and these tensors (name → shape)."""
         blocks: dict[tuple[str | None, int], int] = {}
         ends, trained, inputs, multiplied, gated, normed = [], [0, 0], 0, 0, False, False
-        ranks, routed, layers, output = [0, 0], 0, [], []
+        ranks, adapted_widths, routed, layers, output = [0, 0], [0, 0], 0, [], []
         for name, shape in shapes.items():
             match = _BLOCK.match(name)
             if match is None:
@@ -149,12 +152,13 @@ class BackboneSizes:
                 outside = not re.search(r"attn|attention", name, re.IGNORECASE)
                 trained[outside] += rank * sum(shape) + (shape[0] if adapter.dora else 0)
                 ranks[outside] += rank
+                adapted_widths[outside] += shape[0]
                 inputs += shape[1]
                 layers.append((shape[0], shape[1]))
         if not blocks:
             raise UserError(f"{context}: its weights show no blocks, so nobody can tell what fits")
         experts = max((config[name] for name in _EXPERTS if isinstance(config.get(name), int)), default=0)
-        chosen = _first_integer(config, *_ROUTED) if routed else 0
+        chosen = _first_integer(config, *ROUTED) if routed else 0
         hidden = _first_integer(config, "hidden_size", "n_embd", "d_model")
         heads = _first_integer(config, "num_attention_heads", "n_head", "num_heads", "n_heads")
         return cls(
@@ -174,6 +178,7 @@ class BackboneSizes:
             normed=normed,
             ranks=(ranks[0] // len(blocks), ranks[1] // len(blocks)),
             trained=(trained[0] // len(blocks), trained[1] // len(blocks)),
+            adapted_widths=(adapted_widths[0] // len(blocks), adapted_widths[1] // len(blocks)),
             experts=experts if routed else 0,
             routed=chosen,
             expert_elements=routed // len(blocks),

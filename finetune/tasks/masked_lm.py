@@ -47,7 +47,7 @@ class MaskedLM(BaseTask):
 
     @property
     def no_axes(self) -> Mapping[str, str]:
-        return dict.fromkeys(("tp", "pp", "cp"), "its head is not cut")
+        return {"cp": "an encoder's attention is not causal"}
 
     @property
     def supervised(self) -> float:

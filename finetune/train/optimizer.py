@@ -122,19 +122,21 @@ class AdapterOptimizer:
             self._adam = LowBitAdam(groups, settings, device=next(iter(devices), torch.device("cpu")))
 
     def _groups(self, settings: Optimizer) -> list[dict[str, Any]]:
-        """Group the tensors to update by learning-rate factor and weight decay.
+        """Group the tensors to update by learning-rate factor, weight decay, and the ranks that they are sharded over,
+        because torch updates no tensors of different meshes together.
 
         The first group always exists, because a pipeline stage may have no tensor at all.
         """
-        groups: dict[tuple[float, bool], list[Tensor]] = {(1.0, True): []}
+        meshes = {name: getattr(tensor, "device_mesh", None) for name, tensor in self._updated.items()}
+        groups: dict[tuple[float, bool, Any], list[Tensor]] = {(1.0, True, next(iter(meshes.values()), None)): []}
         for name, tensor in self._updated.items():
             # LoRA's factor B starts at zero; PEFT initialises an embedding's A with zeros and its B randomly
             is_b = ".lora_B." in name or name.endswith(".lora_embedding_A")
             factor = settings.lora_plus if settings.lora_plus is not None and is_b else 1.0
-            groups.setdefault((factor, has_weight_decay(name, tensor)), []).append(tensor)
+            groups.setdefault((factor, has_weight_decay(name, tensor), meshes[name]), []).append(tensor)
         return [
             {"params": tensors, "factor": factor, "weight_decay": settings.weight_decay if decayed else 0.0}
-            for (factor, decayed), tensors in groups.items()
+            for (factor, decayed, _), tensors in groups.items()
         ]
 
     @property

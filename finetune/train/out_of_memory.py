@@ -13,14 +13,13 @@ import re
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..compute.memory import process_bytes
+from ..compute.memory import machine_memory, process_bytes
 from ..config import Optimizer, Train
 from ..errors import OutOfMemory, is_out_of_memory
 from ..figures import format_bytes
@@ -87,11 +86,7 @@ def measure_memory(device: torch.device) -> MemoryAtFailure:
         used, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
         free, total = torch.cuda.mem_get_info(device)
         return MemoryAtFailure(str(device), used, reserved, total, max(0, total - free - reserved))
-    machine = None
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        text = Path("/proc/meminfo").read_text(encoding="utf-8")
-        machine = next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("MemTotal:"))
-    return MemoryAtFailure("this machine", process_bytes("VmRSS") or 0, None, machine)
+    return MemoryAtFailure("this machine", process_bytes("VmRSS") or 0, None, machine_memory())
 
 
 def failed_allocation_bytes(error: BaseException) -> int | None:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from flatshift.regularizers.protocol import MetricTensors
 
 from ..compute.capabilities import copy_to_device
-from ..compute.loss import Head, batch_loss
+from ..compute.loss import Head
 from ..compute.micro_batch import MicroBatch
 from ..models.anatomy import attention_modules, is_linear
 from ..parallel.engine import Engine
@@ -62,10 +62,12 @@ class ThroughputMeter:
             yield
 
     def count_separately(self, micro: MicroBatch, *, task: Task, head: Head | None) -> None:
-        """Measure a step's cost in a forward pass of its own, if hooks in the first step would be compiled into the
-        model."""
+        """Measure a step's cost in a pass of its own, if hooks in the first step would be compiled into the model."""
+        engine = self._engine
         with self._measure_cost([micro], head):
-            batch_loss(self._engine.model, micro.to(self._engine.device), task=task, head=head)
+            engine.forward_backward([micro], 1, task=task, head=head, context=lambda _: nullcontext())
+        for parameter in engine.parameters.values():
+            parameter.grad = None
 
     @contextmanager
     def _measure_cost(self, micros: Sequence[MicroBatch], head: Head | None) -> Iterator[None]:
@@ -249,6 +251,9 @@ class FlopCounter:
     def cost(self, *, positions: int, pairs: int, head: Head | None) -> StepCost:
         """Return the operations counted so far per position, pair of positions and target token."""
         rows, columns = head.linear.weight.shape if head is not None else (0, 0)
+        vocabulary = getattr(head.linear, "vocabulary", None) if head is not None else None
+        if vocabulary is not None and vocabulary.rows_differ:  # a rank's share of the products of all ranks' tokens
+            rows = vocabulary.size
         return StepCost(
             token=self.linear / max(positions, 1),
             pair=self.attention / max(pairs, 1),

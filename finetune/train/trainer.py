@@ -42,11 +42,13 @@ from ..digests import DONE, FILES, adapter_file_digests
 from ..errors import Interrupted
 from ..evaluate.evaluator import evaluate
 from ..evaluate.metrics import find_metric
+from ..evaluate.packing_check import check_packing_isolation
 from ..evaluate.preference import point_metrics, score_answers
 from ..figures import format_throughput
 from ..launch import watchdog
 from ..models.compiled import CompiledBlocks
 from ..parallel.engine import Engine
+from ..parallel.experts import ExpertLoadMeter
 from ..run_directory import SPIKE, disk_full_interrupts
 from ..seeds import derive_seed
 from ..tasks import Task
@@ -148,6 +150,7 @@ class Trainer:
         while overflowed:  # fp16: the same batch again at a smaller loss scale
             losses: list[torch.Tensor] = []
             engine.loss_scale, overflowed = self.loss_scale.value, False
+            self.expert_load.reset()
             try:
                 with self.regularizer.step(step, loss_scale=self.loss_scale.value) as passes:
                     for _ in passes:
@@ -187,7 +190,7 @@ class Trainer:
         state.tokens += count
         self.guard.step_applied()
         self.loss_scale.step_applied()
-        row.tensors.append(self.regularizer.metric_tensors())
+        row.tensors += [self.regularizer.metric_tensors(), *self.expert_load.metric_tensors()]
         return row
 
     def _after_step(self, row: MetricsRow, rates: MetricTensors) -> None:
@@ -232,8 +235,6 @@ class Trainer:
 
     def _set_up(self, out_of_memory: OutOfMemoryHandler) -> None:
         """Make optimizer, schedule, checkpointer and meters, and find the head whose loss needs no logits."""
-        from ..evaluate.packing_check import check_packing_isolation
-
         engine, stage, train, batches = self.engine, self.stage, self.train, self.stage.batches
         self.eval_batching = EvalBatching.of(
             self.tokenizer, train, batch_size=stage.evaluate.batch_size, device=engine.device, share=engine.evaluation
@@ -265,6 +266,7 @@ class Trainer:
             engine, head, batches, task=stage.task, train=train, folder=stage.folder, log=self.log_line
         )
         self.throughput = ThroughputMeter(engine, peak_tflops=stage.peak_tflops or train.peak_tflops)
+        self.expert_load = ExpertLoadMeter(engine.model, engine.world, tokens=engine.tokens)
         self.peak_memory = StepMemoryMeter(engine.device) if stage.plan is not None else None
         if train.compile:
             with self.precision():
@@ -295,6 +297,7 @@ class Trainer:
                 "checkpoint"
             ) from error
         finally:
+            self.expert_load.detach()
             self.regularizer.detach()
 
     def _attach_regularizer(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,16 +84,16 @@ def run(argv: list[str]) -> int:
             count += 1
             asked = [*turns, {"role": "user", "content": line}]
             try:
-                reply = runs.reply(
-                    name, asked, decoding={**decoding, "seed": (flags.seed + count) % 2**63}, on_text=_print_piece
-                )
+                seeded = {**decoding, "seed": (flags.seed + count) % 2**63}
+                question = runs.ask(name, asked, decoding=seeded, on_text=partial(print, end="", flush=True))
+                runs.answer([question])
             except UserError as error:  # concerns this turn only; the next may fit
                 print(f"flatshift: error: {format_error_message(str(error))}", file=sys.stderr)
                 continue
             print(flush=True)
-            if not reply.ended:
-                print(f"(cut after {reply.tokens:,} tokens; --max-new-tokens N allows more)", file=sys.stderr)
-            turns = [*asked, {"role": "assistant", "content": reply.text}]
+            if not question.ended:
+                print(f"(cut after {len(question.tokens):,} tokens; --max-new-tokens N allows more)", file=sys.stderr)
+            turns = [*asked, {"role": "assistant", "content": question.text}]
     return 0
 
 
@@ -109,7 +110,3 @@ def _reject_line(message: str) -> None:
     if not sys.stdin.isatty():
         raise UserError(message)
     print(f"flatshift: error: {message}", file=sys.stderr)
-
-
-def _print_piece(piece: str) -> None:
-    print(piece, end="", flush=True)

@@ -17,6 +17,7 @@ from flatshift.experiments.recipe.auto import find_mesh_overrides, mesh_flags
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.launch import job, spawn
 from flatshift.finetune.redaction import join_command
+from flatshift.regularizers.config import Sharpness
 
 
 @dataclass(frozen=True)
@@ -158,13 +159,14 @@ def run(argv: list[str]) -> int:
         return run([*argv, *chosen])
     if spawn.must_spawn_ranks(recipe.mesh):
         return spawn_ranks("eval", argv, recipe, path)
+    from flatshift.experiments.results.run import read_run
     from flatshift.experiments.workflows.evaluate import evaluate_run, format_result
 
     result = evaluate_run(path, data=flags.data, overrides=overrides, quiet=flags.json)
     if job.rank() == 0:
         print(json.dumps(result, indent=2, ensure_ascii=False) if flags.json else format_result(result))
         if not flags.json:
-            outcome.print_next_commands(path)
+            outcome.print_outcome("", outcome.commands_after_run(read_run(path)))
     return 0
 
 
@@ -260,8 +262,6 @@ def _settings_with_prefix(flags: Flags, prefix: str) -> dict[str, Any]:
 
 
 def _run_sharpness(flags: Flags, overrides: list[Any]) -> int:
-    from flatshift.regularizers.config import Sharpness
-
     options = _settings_with_prefix(flags, "sharpness_")
     names = {field.name for field in dataclasses.fields(Sharpness)} & options.keys()
     settings = Sharpness(**{name: options.pop(name) for name in names})

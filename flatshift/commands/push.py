@@ -8,6 +8,7 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from flatshift.command_line import parse_flags
+from flatshift.experiments.run.console import Console
 from flatshift.finetune.errors import UserError, is_remote
 
 
@@ -48,7 +49,6 @@ def _push_to_store(flags: Flags) -> None:
     if flags.public or flags.message is not None:
         flag = "--public" if flags.public else "--message"
         raise UserError(f"{flag} is of a hub, and {flags.destination} is a place in a store; leave it out")
-    from flatshift.experiments.run.console import Console
     from flatshift.experiments.workflows.export import push_to_store
 
     with Console().task("upload, percent", 100) as bar:

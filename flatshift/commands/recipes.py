@@ -12,7 +12,9 @@ from tyro.conf import Positional
 
 from flatshift.command_line import parse_flags
 from flatshift.experiments.recipe import shipped_recipe, shipped_recipes
+from flatshift.finetune.atomic import write_text
 from flatshift.finetune.errors import UserError
+from flatshift.finetune.lock import exclusive_lock
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,6 @@ def run(argv: list[str]) -> int:
         sys.stdout.write(text)
         return 0
     target = flags.to or Path(f"{flags.name}.yaml")
-    from flatshift.finetune.atomic import write_text
-    from flatshift.finetune.lock import exclusive_lock
-
     with exclusive_lock(target, alternative="name another file"):
         if target.exists():
             raise UserError(f"{target} exists; name another file or remove it")

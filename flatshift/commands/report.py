@@ -10,6 +10,7 @@ from tyro.conf import Positional
 
 from flatshift.command_line import parse_flags
 from flatshift.finetune.errors import UserError
+from flatshift.finetune.lock import exclusive_lock
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,9 @@ def run(argv: list[str]) -> int:
         raise UserError("report needs a DIRECTORY: a run, selection, sweep or study, or a folder of several")
     if flags.out is not None and flags.out.is_dir():
         raise UserError(f"--out {flags.out} is a directory; name an HTML file, for example {flags.out / 'report.html'}")
-    from flatshift.experiments.report import build_report
+    from flatshift.experiments.report.page import build_report
     from flatshift.experiments.report.side_by_side import metric_lines
     from flatshift.experiments.results.run import find_runs
-    from flatshift.finetune.lock import exclusive_lock
 
     out = flags.out or flags.runs[0] / "report.html"
     with exclusive_lock(out):

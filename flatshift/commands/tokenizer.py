@@ -11,6 +11,7 @@ from tyro.conf import Positional
 from flatshift.command_line import parse_flags
 from flatshift.finetune.data.config import Columns
 from flatshift.finetune.data.tokenizer_schemes import SCHEMES, Scheme
+from flatshift.finetune.errors import UserError
 from flatshift.finetune.redaction import join_command
 
 
@@ -97,7 +98,6 @@ def _run_train(argv: list[str]) -> int:
     flags = parse_flags(TrainFlags, "tokenizer train", argv)
     from flatshift.experiments.report.chapters.tokenizer import page
     from flatshift.experiments.workflows.tokenizer import format_scheme_comparison, train_schemes
-    from flatshift.finetune.errors import UserError
     from flatshift.finetune.train.small_decoder import SmallDecoder
 
     try:

@@ -68,7 +68,7 @@ def run(argv: list[str]) -> int:
                     return spawn_ranks("train", [*argv, "--out", str(new)], resolved.recipe, new)
             check_replaceable(flags.out, resumable=True)
             return spawn_ranks("train", argv, resolved.recipe, flags.out)
-        if flags.out is not None and spawn.is_restarted() and (flags.out / RECIPE).is_file():
+        if flags.out is not None and job.restart_count() and (flags.out / RECIPE).is_file():
             _, axes = split_overrides(axis_flags(resolved.recipe.mesh), Flags)  # there may be fewer ranks than before
             resolved = None
         elif flags.out is None and job.is_multi_rank() and spawn.may_restart():

@@ -14,6 +14,8 @@ bounded without reading W0: | |w'_i| − |w0_i| | ≤ |b_i A| = (b_i K b_iᵀ)^�
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -43,15 +45,20 @@ def base_weight_shape(base: Any) -> tuple[int, ...]:
     return tuple(base.weight.shape if state is None else state.shape)
 
 
+def stored_tensors(base: Any) -> list[Tensor]:
+    """Return the parameters that hold W0: packed bytes, and the scales of their blocks if these are a parameter too."""
+    return [part for name in ("weight", "absmax") if (part := base._parameters.get(name)) is not None]
+
+
 @torch.no_grad()
-def base_weight(base: Any, stored: Tensor | None = None) -> Tensor:
+def base_weight(base: Any, stored: Sequence[Tensor] = ()) -> Tensor:
     """Return W0 (m, n) as `base` computes with it, a copy if `base` is quantised.
 
-    stored: the full stored tensor, if `base.weight` itself is only a part (FSDP2's packed 4-bit bytes).
+    stored: the full `stored_tensors(base)`, if `base` itself has only a part of them (FSDP2).
     Raises RegularizerError if bitsandbytes has repacked the layer for inference on a CPU, which rounds its scales and
     lets no gradient through.
     """
-    weight = base.weight.detach() if stored is None else stored
+    weight = stored[0] if stored else base.weight.detach()
     state = _four_bit_state(base)
     if state is not None:
         if getattr(state, "packing_format_for_cpu", False):
@@ -59,6 +66,9 @@ def base_weight(base: Any, stored: Tensor | None = None) -> Tensor:
                 "a 4-bit layer was repacked by bitsandbytes for inference on the CPU, where no gradient passes; load "
                 "the backbone again and set `support_avx512bf16_for_cpu = False` on its Linear4bit layers first"
             )
+        if len(stored) > 1:
+            state = copy.copy(state)
+            state.absmax = stored[1]
         plain = weight.as_subclass(Tensor)  # the parameter's subclass would propagate into results
         dequantised: Tensor = import_module("bitsandbytes").functional.dequantize_4bit(plain, state)
         return dequantised

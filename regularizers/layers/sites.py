@@ -20,6 +20,7 @@ from flatshift.regularizers.layers.frozen import (
     is_quantised,
     squared_row_norms,
     squared_update_norms,
+    stored_tensors,
 )
 from flatshift.regularizers.layers.sharded import ParameterShard, compute_device, gather_parameters, is_sharded
 from flatshift.regularizers.mesh import SINGLE_PROCESS, Placement, ShardSlice
@@ -173,7 +174,7 @@ class LoraSite:
             step = -(-self.rows // len(shard.bounds))
             rows = slice(min(shard.rank * step, self.rows), min((shard.rank + 1) * step, self.rows))
             return _LocalBlock(
-                rows, whole, lambda: base_weight(self.base, *gather_parameters([self.base.weight]))[rows]
+                rows, whole, lambda: base_weight(self.base, gather_parameters(stored_tensors(self.base)))[rows]
             )
         local = slice(shard.start, shard.stop)
         rows, columns = (local, whole) if (shard.dim == 1) == self.transposed else (whole, local)

@@ -21,7 +21,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +37,6 @@ from flatshift.regularizers.methods.base import (
     require_nonnegative,
 )
 from flatshift.regularizers.protocol import MetricTensors
-
-if TYPE_CHECKING:
-    from typing import Self
 
 _log = logging.getLogger(__name__)
 

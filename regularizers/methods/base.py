@@ -7,18 +7,15 @@ import math
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from flatshift.regularizers.config import RegularizerError
 from flatshift.regularizers.layers.sites import canonical_name, is_lora
 from flatshift.regularizers.mesh import SINGLE_PROCESS, Placement
 from flatshift.regularizers.protocol import Regularizer
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
 
 _HOOKED: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 SCHEDULES = ("constant", "linear", "cosine")

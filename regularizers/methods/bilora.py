@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +31,6 @@ from flatshift.regularizers.layers.sites import LoraSite
 from flatshift.regularizers.mesh import SINGLE_PROCESS, Placement
 from flatshift.regularizers.methods.base import AttachedRegularizer, require, require_nonnegative
 from flatshift.regularizers.protocol import MetricTensors
-
-if TYPE_CHECKING:
-    from typing import Self
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 

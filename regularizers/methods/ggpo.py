@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, get_args, get_type_hints
+from typing import Self, get_args, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,6 @@ from flatshift.regularizers.mesh import SINGLE_PROCESS, Placement
 from flatshift.regularizers.methods.base import AttachedRegularizer, require, require_nonnegative
 from flatshift.regularizers.methods.noise_scales import METRIC_SUMS, NoiseScales, scheduled_sigma
 from flatshift.regularizers.protocol import MetricTensors
-
-if TYPE_CHECKING:
-    from typing import Self
 
 
 def check_settings(config: GGPO) -> None:

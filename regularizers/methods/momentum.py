@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -44,9 +44,6 @@ from flatshift.regularizers.layers.sites import LoraSite, check_linear_layers, f
 from flatshift.regularizers.mesh import SINGLE_PROCESS, Placement
 from flatshift.regularizers.methods.base import AttachedRegularizer, lora_layers, require, require_nonnegative
 from flatshift.regularizers.protocol import MetricTensors
-
-if TYPE_CHECKING:
-    from typing import Self
 
 
 def mgpo(config: MGPO) -> MomentumRegularizer:

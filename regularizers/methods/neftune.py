@@ -2,15 +2,14 @@
 
     x ← x + u α/√(T·D),   u uniform in [−1, 1],   x the output (B, T, D) of the input embedding
 
-T is the padded length of the current micro-batch, as in transformers' `neftune_noise_alpha` (the authors' first code
-counts each row's own tokens). In training mode only. An encoder-decoder gets the noise on its encoder's tokens: those
-of its decoder are the targets, shifted. (transformers hooks the embedding table that the two share, which T5 never
-calls.) If the loop passes `inputs_embeds` to the model, nothing is embedded and no noise is added.
+T is the padded length of the current micro-batch over all ranks, as in transformers' `neftune_noise_alpha` (the
+authors' first code counts each row's own tokens). In training mode only. An encoder-decoder gets the noise on its
+encoder's tokens: those of its decoder are the targets, shifted. (transformers hooks the embedding table that the two
+share, which T5 never calls.) If the loop passes `inputs_embeds` to the model, nothing is embedded and no noise added.
 
 u is a hash of (seed, optimizer step, micro-batch, row of the micro-batch over all ranks, position, dim), so that any
-split of the rows over ranks gives the same noise (up to the bound, if the ranks pad to different lengths). A loop that
-accumulates must call `on_micro_batch(index)`, or all micro-batches of a step get the same noise; so do all processes
-that attach without a placement.
+split of the rows over ranks gives the same noise. A loop that accumulates must call `on_micro_batch(index)`, or all
+micro-batches of a step get the same noise; so do all processes that attach without a placement.
 
 Source: Jain et al., NEFTune: Noisy Embeddings Improve Instruction Finetuning, ICLR 2024 (arXiv 2310.05914), Alg. 1.
 """
@@ -19,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +28,6 @@ from flatshift.regularizers.layers.signs import counter_values, layer_uid, mix64
 from flatshift.regularizers.mesh import SINGLE_PROCESS, Placement
 from flatshift.regularizers.methods.base import AttachedRegularizer, require_nonnegative
 from flatshift.regularizers.protocol import MetricTensors
-
-if TYPE_CHECKING:
-    from typing import Self
 
 _WRAPPERS = ("module", "_orig_mod")
 
@@ -45,7 +41,7 @@ class NEFTuneRegularizer(AttachedRegularizer):
         self.config = config
         self._embedding: nn.Module | None = None
         self._micro = 0
-        self._bound = 0.0
+        self._bound = torch.zeros((), dtype=torch.float64)
 
     def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
         self._check_not_attached()
@@ -53,7 +49,7 @@ class NEFTuneRegularizer(AttachedRegularizer):
         _check_mesh(placement)
         embedding = input_embedding(model)
         self._finish_attach({"of the input tokens": embedding}, seed, placement)
-        self._embedding, self._micro, self._bound = embedding, 0, 0.0
+        self._embedding, self._micro, self._bound = embedding, 0, torch.zeros((), dtype=torch.float64)
         return self
 
     def detach(self) -> None:
@@ -63,7 +59,7 @@ class NEFTuneRegularizer(AttachedRegularizer):
     @contextmanager
     def step(self, t: int, *, loss_scale: float = 1.0) -> Iterator[Iterable[int]]:
         with self._in_step(t):
-            self._micro, self._bound = 0, 0.0
+            self._micro, self._bound = 0, torch.zeros_like(self._bound)
             if self.config.alpha == 0:
                 yield range(1)
                 return
@@ -81,14 +77,18 @@ class NEFTuneRegularizer(AttachedRegularizer):
         if not module.training:
             return None
         rows, length, width = output.shape
-        self._bound = self.config.alpha / (length * width) ** 0.5
-        numbers = torch.arange(rows, device=output.device) + self._placement.share[0] * rows
+        own, ranks = self._placement.share
+        lengths = torch.zeros(ranks, dtype=torch.float64, device=output.device)
+        lengths[own] = length
+        self._placement.sum_data(lengths)
+        self._bound = self.config.alpha / (lengths.max() * width).sqrt()
+        numbers = torch.arange(rows, device=output.device) + own * rows
         noise = uniform_noise(seed=self._seed, step=self._step, micro=self._micro, rows=numbers, count=length * width)
-        return output + (noise * self._bound).view(output.shape).to(output.dtype)
+        return output + (noise * self._bound.float()).view(output.shape).to(output.dtype)
 
     def metric_tensors(self) -> MetricTensors:
         """Return `embedding_noise`: α/√(T·D) of the last micro-batch; 0 if none was perturbed."""
-        return MetricTensors(torch.tensor([self._bound], dtype=torch.float64), lambda n: {"embedding_noise": n[0]})
+        return MetricTensors(self._bound[None], lambda n: {"embedding_noise": n[0]})
 
 
 def _check_mesh(placement: Placement) -> None:

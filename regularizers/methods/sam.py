@@ -24,7 +24,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -39,10 +39,6 @@ from flatshift.regularizers.layers.sharded import is_sharded
 from flatshift.regularizers.mesh import SINGLE_PROCESS, Placement
 from flatshift.regularizers.methods.base import AttachedRegularizer, lora_layers, require_nonnegative
 from flatshift.regularizers.protocol import MetricTensors
-
-if TYPE_CHECKING:
-    from typing import Self
-
 
 _VANISHING = 1e-30
 """Gradient norms below this count as zero: ρ divided by them overflows float32."""

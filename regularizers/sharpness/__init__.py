@@ -23,45 +23,12 @@ from typing import TYPE_CHECKING, Any
 from flatshift.regularizers.config import Sharpness
 
 if TYPE_CHECKING:
-    from flatshift.regularizers.sharpness.measures import (
-        Estimate,
-        Hessian,
-        SharpnessResult,
-        ascent_rise,
-        expected_rise,
-        hutchinson,
-        lanczos,
-        line,
-        measure,
-        plane,
-        power_iteration,
-    )
-    from flatshift.regularizers.sharpness.spaces import AdapterSpace, FullSpace, LossFunction, Space
+    from flatshift.regularizers.sharpness.measures import measure
 
-__all__ = [
-    "AdapterSpace",
-    "Estimate",
-    "FullSpace",
-    "Hessian",
-    "LossFunction",
-    "Sharpness",
-    "SharpnessResult",
-    "Space",
-    "ascent_rise",
-    "expected_rise",
-    "hutchinson",
-    "lanczos",
-    "line",
-    "measure",
-    "plane",
-    "power_iteration",
-]
+__all__ = ["Sharpness", "measure"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:  # all but the settings import torch
-        for home in ("spaces", "measures"):
-            module = import_module(f"flatshift.regularizers.sharpness.{home}")
-            if hasattr(module, name):
-                return getattr(module, name)
+    if name == "measure":  # imports torch
+        return import_module("flatshift.regularizers.sharpness.measures").measure
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

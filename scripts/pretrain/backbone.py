@@ -256,10 +256,10 @@ def train(
         optimizer.zero_grad(set_to_none=True)
         standing.step = step = step + 1
         if step % 100 == 0:
-            told, took = loss.item(), time.perf_counter() - start  # waits for the device
+            result, took = loss.item(), time.perf_counter() - start  # waits for the device
             rate = (step - first) * per_step / took
             seen = f"{step * per_step / 1e6:.1f} M tokens, {step / per_epoch:.1f} epochs"
-            log(f"step {step}  {seen}  loss {told:.3f}  {rate:,.0f} tokens/s  {100 * progress:.0f} %")
+            log(f"step {step}  {seen}  loss {result:.3f}  {rate:,.0f} tokens/s  {100 * progress:.0f} %")
         if config.judge_every and held_out is not None and step % config.judge_every == 0:
             _validate(model, held_out, config, standing, best, device, log)
         if state is not None and time.perf_counter() - saved > 60 * SAVE_MINUTES:
@@ -355,8 +355,8 @@ def pretrain(
     atomic.remove_leftovers(work)
     tokenizer = _load_or_train_tokenizer(work / "tokenizer", text, config)
     packed = pack_tokens(work, "train", tokenizer, text.training(), of=text.of)
-    judged = pack_tokens(work, "validation", tokenizer, read_documents(data, "general-val.jsonl.xz"), of=text.of)
-    stream, held_out = copy_to_device(packed.tokens, device), copy_to_device(judged.tokens, device)
+    evaluation = pack_tokens(work, "validation", tokenizer, read_documents(data, "general-val.jsonl.xz"), of=text.of)
+    stream, held_out = copy_to_device(packed.tokens, device), copy_to_device(evaluation.tokens, device)
     model: Any = build_model(config)
     model.to(device)
     parameters = model.num_parameters()
@@ -376,7 +376,7 @@ def pretrain(
         "minutes": round(state.seconds / 60, 2),
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu",
         "val_nats_per_token": nats,
-        "val_bits_per_byte": nats * (len(held_out) - 1) / math.log(2) / judged.bytes,
+        "val_bits_per_byte": nats * (len(held_out) - 1) / math.log(2) / evaluation.bytes,
         "train_tokens": len(stream),
         "train_bytes": packed.bytes,
         "train_documents": packed.documents,
@@ -399,10 +399,10 @@ def _load_or_train_tokenizer(folder: Path, text: TextSources, config: Pretrainin
         trained = train_tokenizer(text.tokenizer(), config.vocabulary, config.tokenizer_characters)
         with atomic.atomic_directory(folder) as temporary:
             trained.save_pretrained(temporary)
-    found: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(folder)
-    if len(found) > config.vocabulary:
-        raise SystemExit(f"{folder} has {len(found)} entries, not {config.vocabulary}; name another --work")
-    return found
+    result: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(folder)
+    if len(result) > config.vocabulary:
+        raise SystemExit(f"{folder} has {len(result)} entries, not {config.vocabulary}; name another --work")
+    return result
 
 
 def _stop_condition(minutes: float | None) -> Callable[[], bool]:

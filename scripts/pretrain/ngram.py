@@ -66,10 +66,10 @@ class KneserNey:
             totals = _look_up(table.histories, table.totals, history)
             seen = totals > 0
             safe = np.where(seen, totals, 1)
-            kept = np.maximum(_look_up(table.grams, table.counts, gram) - table.discount, 0.0)
+            discounted = np.maximum(_look_up(table.grams, table.counts, gram) - table.discount, 0.0)
             back_off = table.discount * _look_up(table.histories, table.distinct, history) / safe
             lower = probability[k - 1 :]
-            probability[k - 1 :] = np.where(seen, kept / safe + back_off * lower, lower)
+            probability[k - 1 :] = np.where(seen, discounted / safe + back_off * lower, lower)
         return np.log(probability[1:])
 
     def _pack(self, stream: np.ndarray, order: int) -> np.ndarray:

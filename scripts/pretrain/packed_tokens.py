@@ -64,8 +64,8 @@ def read_passages(file: Path, tags: Path | None, *, without: Collection[str] = f
                 if (text := json.loads(line)["text"]) not in without:
                     yield text
             return
-        with lzma.open(tags, "rt", encoding="utf-8") as told:
-            for number, (line, tag) in enumerate(zip_longest(lines, told), start=1):
+        with lzma.open(tags, "rt", encoding="utf-8") as result:
+            for number, (line, tag) in enumerate(zip_longest(lines, result), start=1):
                 parts = (tag or "").rstrip("\n").split("\t")
                 row: dict[str, Any] = json.loads(line) if line else {}
                 if row.get("id") != parts[0] or len(parts) < 4:
@@ -76,14 +76,14 @@ def read_passages(file: Path, tags: Path | None, *, without: Collection[str] = f
 
 def sample_texts() -> frozenset[str]:
     """Return the texts that ship as samples: a backbone trained on them could not be warmed up or evaluated on them."""
-    found: set[str] = set()
+    results: set[str] = set()
     names = ["pool", *(f"{target}/{split}" for target in TARGETS for split in ("train", "dev", "test"))]
     for name in names:
         with lzma.open(assets.sample_path(name), "rt", encoding="utf-8") as lines:
             for line in lines:
                 row = json.loads(line)
-                found.update(row[key] for key in ("text", "text2") if key in row)
-    return frozenset(found)
+                results.update(row[key] for key in ("text", "text2") if key in row)
+    return frozenset(results)
 
 
 def token_stream(tokenizer: PreTrainedTokenizerFast, texts: Iterator[str]) -> tuple[np.ndarray, int]:

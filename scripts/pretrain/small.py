@@ -245,14 +245,14 @@ def corrupted_batch(
     read, written = [], []
     for i in chosen:
         window = stream[i * length : (i + 1) * length].astype(np.int64)
-        kept, cut = _random_segments(length - noise, spans, rng), _random_segments(noise, spans, rng)
+        visible, cut = _random_segments(length - noise, spans, rng), _random_segments(noise, spans, rng)
         inputs: list[NDArray] = []
         labels: list[NDArray] = []
         at = 0
         for k in range(spans):
             mark = np.array([sentinel + k])
-            inputs += [window[at : at + kept[k]], mark]
-            at += kept[k]
+            inputs += [window[at : at + visible[k]], mark]
+            at += visible[k]
             labels += [mark, window[at : at + cut[k]]]
             at += cut[k]
         read.append(np.concatenate([*inputs, [EOS]]))
@@ -290,8 +290,8 @@ class PretrainingObjective:
         """Return logits (n, V) of the tokens to predict, and these tokens (n,)."""
         if self.masking is not None:
             hidden = model.model(batch["input_ids"]).last_hidden_state
-            told = batch["labels"] != IGNORE
-            return model.lm_head(hidden[told]), batch["labels"][told]
+            result = batch["labels"] != IGNORE
+            return model.lm_head(hidden[result]), batch["labels"][result]
         return model(**batch).logits.flatten(0, 1), batch["labels"].flatten()
 
 
@@ -321,8 +321,8 @@ def train(
             group["lr"] = learning_rate(config, step, step / steps)  # type: ignore[arg-type]
         batch = objective.batch(stream, order[position * config.batch : (position + 1) * config.batch], "draw", step)
         with torch.autocast("cpu", torch.bfloat16):
-            logits, told = objective.scores(model, batch)
-        loss = cross_entropy(logits.float(), told)
+            logits, result = objective.scores(model, batch)
+        loss = cross_entropy(logits.float(), result)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -383,11 +383,11 @@ def evaluate_held_out(
     windows = objective.windows(stream)
     for start in range(0, windows, objective.config.batch):
         chosen = np.arange(start, min(windows, start + objective.config.batch))
-        logits, told = objective.scores(model, objective.batch(stream, chosen, "held-out", start))
-        text = (told > EOS) & (told < len(unigram))
-        nats += cross_entropy(logits[text].float(), told[text], reduction="sum").item()
-        right += (logits[text].argmax(-1) == told[text]).sum().item()
-        common -= unigram[told[text].numpy()].sum()
+        logits, result = objective.scores(model, objective.batch(stream, chosen, "held-out", start))
+        text = (result > EOS) & (result < len(unigram))
+        nats += cross_entropy(logits[text].float(), result[text], reduction="sum").item()
+        right += (logits[text].argmax(-1) == result[text]).sum().item()
+        common -= unigram[result[text].numpy()].sum()
         count += int(text.sum())
     model.train()
     return {
@@ -417,7 +417,7 @@ def pretrain(data: Path, out: Path, config: SmallPretraining) -> dict[str, Any]:
     state = out.with_name(out.name + ".state")
     steps, seconds = train(model, stream, objective, state)
     model.to(torch.bfloat16).float()  # evaluate the weights as shipped, rounded to bf16
-    found = evaluate_held_out(
+    result = evaluate_held_out(
         model, heldout, unigram_table(stream, len(tokenizer) - _count_added_tokens(config)), objective
     )
     card: dict[str, Any] = {
@@ -428,7 +428,7 @@ def pretrain(data: Path, out: Path, config: SmallPretraining) -> dict[str, Any]:
         "train_bytes": size,
         "cpu_minutes": round(seconds / 60, 2),
         "threads": torch.get_num_threads(),
-        "validation": found,
+        "validation": result,
         "uniform_nats_per_token": math.log(len(tokenizer)),
         "args": {**asdict(config), "blocks": list(config.blocks)},
     }

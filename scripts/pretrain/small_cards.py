@@ -164,13 +164,13 @@ def _data_section(card: dict[str, Any], also: str) -> str:
 
 
 def _metrics_table(card: dict[str, Any], what: str) -> str:
-    found = card["validation"]
-    return f"""On {what} ({found["tokens"]:,.0f} tokens):
+    result = card["validation"]
+    return f"""On {what} ({result["tokens"]:,.0f} tokens):
 
 | model | nats per token | told right |
 | --- | --- | --- |
-| **this model** | {found["nats_per_token"]:.3f} | {100 * found["top_1"]:.1f} % |
-| unigram, add-one | {found["unigram_nats_per_token"]:.3f} | |
+| **this model** | {result["nats_per_token"]:.3f} | {100 * result["top_1"]:.1f} % |
+| unigram, add-one | {result["unigram_nats_per_token"]:.3f} | |
 | uniform over the vocabulary | {card["uniform_nats_per_token"]:.3f} | |
 """
 

@@ -7,24 +7,12 @@ import importlib
 from typing import Any
 
 _HOME = {
-    "FeatureCache": "cache",
-    "HashedNgrams": "tfidf",
-    "SentenceLayout": "pooling",
     "ShardWriter": "directory",
-    "ShardedRows": "matrix",
     "StaticEmbedder": "static",
-    "IndexedRows": "matrix",
     "TfIdfEmbedder": "tfidf",
-    "embed_in_shards": "cache",
-    "load_features": "matrix",
     "load_or_fit": "tfidf",
     "open_directory": "directory",
     "write_manifest": "directory",
-    "normalise_rows": "pooling",
-    "pool_features": "pooling",
-    "read_layout": "pooling",
-    "sendable_rows": "matrix",
-    "transformer_folder": "pooling",
 }
 __all__ = sorted(_HOME)
 

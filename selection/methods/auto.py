@@ -10,10 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from flatshift.selection.errors import SelectionError
-from flatshift.selection.features.tokens import text_sums
+from flatshift.selection.features.tokens import TokenRows, text_sums
 from flatshift.selection.lazy import np
 from flatshift.selection.methods.base import (
     MethodSettings,
@@ -32,9 +32,6 @@ from flatshift.selection.methods.gotd import GotD
 from flatshift.selection.methods.knn import KNN
 from flatshift.selection.methods.moore_lewis import MooreLewis
 from flatshift.selection.validation import bounded, check_number
-
-if TYPE_CHECKING:
-    from flatshift.selection.features.tokens import TokenRows
 
 Tried = Literal["cynical", "moore-lewis", "classifier", "dsir", "gotd", "knn"]
 _TRIED: dict[str, MethodSettings] = {

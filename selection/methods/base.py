@@ -7,14 +7,12 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from flatshift.selection.errors import SelectionError
+from flatshift.selection.features.tokens import TokenRows
 from flatshift.selection.lazy import np
 from flatshift.selection.validation import Settings, check_chunk, check_strings, feature_matrix, is_whole
-
-if TYPE_CHECKING:
-    from flatshift.selection.features.tokens import TokenRows
 
 Progress = Callable[[str, int, int], None]
 UNITS = {"sqeuclidean": 1.0, "cosine": 0.5}

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
-from flatshift.selection.features.tokens import text_sums
+from flatshift.selection.features.tokens import TokenRows, text_sums
 from flatshift.selection.lazy import np
 from flatshift.selection.methods.base import (
     MethodSettings,
@@ -25,9 +25,6 @@ from flatshift.selection.methods.base import (
     move_behind,
 )
 from flatshift.selection.validation import bounded
-
-if TYPE_CHECKING:
-    from flatshift.selection.features.tokens import TokenRows
 
 _ORDERS = (1, 2, 3)
 _BLOCK = 256  # texts whose n-grams are looked up together

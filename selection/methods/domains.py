@@ -171,7 +171,7 @@ def domain_distances(
     domains share one ε, in units of cost, and the distances can be compared. cost: as in `sinkhorn_potentials`.
     Raises SelectionError.
     """
-    from flatshift.selection.transport import sinkhorn_potentials  # imports torch
+    from flatshift.selection.transport.solver import sinkhorn_potentials
 
     if not samples:
         raise SelectionError("domain relevance needs at least one domain")

@@ -31,7 +31,7 @@ def test_a_dead_worker_costs_one_cell_and_not_the_study(tmp_path: Path) -> None:
     results = [runner.result(cell) for cell in cells]
     assert [result["status"] for result in results] == ["done", "failed", "done", "done", "done"]
     assert results[1]["figure"] is None and "SIGKILL" in results[1]["reason"] and "2 times" in results[1]["reason"]
-    assert all((tmp_path / "cells" / f"{cell.key}.json").is_file() for cell in cells)
+    assert all((tmp_path / "cells" / cell.key / "result.json").is_file() for cell in cells)
     assert all(runner.done(cell) for cell in cells), "no cell is tried twice by one start"
     again = Runner(tmp_path / "cells", run_stand_in, jobs=1, console=Console(quiet=True), label="")
     assert not again.done(cells[1]) and again.done(cells[3]), "a failed cell runs again with the next start"
@@ -46,9 +46,9 @@ def test_a_cell_that_ended_its_workers_is_not_run_for_its_result(tmp_path: Path)
     assert found is not None
     assert (found["status"], found["reason"], found["figure"]) == ("failed", "its worker process ended", None)
     assert not (tmp_path / "seen-a").exists()
-    file = tmp_path / "a.json"
+    file = tmp_path / "a" / "result.json"
     file.write_text(file.read_text().replace("worker", "porker"))
-    with pytest.raises(UserError, match=r"a\.json is not what was saved .*; delete the cell's a\.json"):
+    with pytest.raises(UserError, match=r"a/result\.json is not what was saved .*; delete it"):
         read_result(tmp_path / "a")
 
 

@@ -88,7 +88,7 @@ def _fake(out: Path, name: str, values: list, curve, *, seeds: int = 5, lost: tu
                 for split in ("train", "test")
             }
             about = {"cell": key, "point": {axis: value}, "seed": seed, "seconds": 1.0, "flatshift": "0"}
-            end = {"status": "failed", "reason": "it diverged", "diverged": True, "metrics": {}}
+            end = {"status": "diverged", "reason": "it diverged", "metrics": {}}
             end = end if gone else {"status": "done"}
             text = about | {"reason": None, "metrics": metrics} | end
             (directory / "result.json").write_text(json.dumps(text))

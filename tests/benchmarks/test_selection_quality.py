@@ -20,6 +20,7 @@ from benchmarks.studies.selection_quality.runner import study_quality
 from benchmarks.studies.selection_quality.settings import StudyRecipe
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.experiments.recipe.auto import resolve_auto
+from flatshift.finetune.atomic import write_json
 from flatshift.finetune.errors import UserError
 from tests.support.quality_study import make_study
 
@@ -36,7 +37,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict]:
 
 
 def cells(out: Path, kind: str = "") -> list[dict]:
-    found = [json.loads(file.read_text()) for file in sorted((out / "cells").glob("*.json"))]
+    found = [json.loads(file.read_text()) for file in sorted((out / "cells").glob("*/result.json"))]
     return [cell for cell in found if not kind or cell["kind"] == kind]
 
 
@@ -82,11 +83,11 @@ def test_a_remembered_warm_up_changes_nothing(made, monkeypatch, tmp_path: Path)
         cell = plan.final(
             "all", target, None, 0, lr=lr["all", target], fine_tune_lr=document["targets"][target]["fine_tune_lr"]
         )
-        before = json.loads((out / "cells" / f"{cell.key}.json").read_text())
+        before = json.loads((out / "cells" / cell.key / "result.json").read_text())
         monkeypatch.setattr(training, "_WARM", type(training._WARM)())
         shutil.copytree(out / "pool", tmp_path / target / "pool")
         run_cell(tmp_path / target / "cells", cell, 1)
-        after = json.loads((tmp_path / target / "cells" / f"{cell.key}.json").read_text())
+        after = json.loads((tmp_path / target / "cells" / cell.key / "result.json").read_text())
         assert after["metrics"] == before["metrics"] and not after["remembered"]
 
 
@@ -102,7 +103,7 @@ def test_recall_and_coverage_are_counts_of_the_chosen_rows(made) -> None:
     found = document["targets"]["science"]["budgets"]["30"]["gotd"]["recall"]
     assert found["value"] == pytest.approx(np.mean(recalls)) and len(set(rows[0].tolist())) == 30
     cell = plan.selection("gotd", "science", 0)
-    kept = json.loads((out / "cells" / f"{cell.key}.json").read_text())["figures"]
+    kept = json.loads((out / "cells" / cell.key / "result.json").read_text())["figures"]
     judged = [json.loads(line) for line in (recipe.parent / "scicite.jsonl").read_text().splitlines()]
     texts = [row["text"] for row in judged if row["split"] == "test"]
     assert 0 < kept["10"]["words"] <= kept["30"]["words"] <= 1 and len(texts) == 40
@@ -154,7 +155,7 @@ def test_running_again_runs_nothing_and_lost_rows_come_back(made) -> None:
     plan = Plan(str(recipe), [], data=recipe.parent)
     lr = next(row["lr"] for row in document["trials"] if (row["arm"], row["target"]) == ("matched", "bank"))
     cell = plan.final("matched", "bank", 30, 1, lr=lr, fine_tune_lr=document["targets"]["bank"]["fine_tune_lr"])
-    file = out / "cells" / f"{cell.key}.json"
+    file = out / "cells" / cell.key / "result.json"
     lost = json.loads(file.read_text())
     file.unlink()
     pool_file(out, plan.pool.key).unlink()
@@ -324,8 +325,8 @@ def test_an_input_that_was_refused_is_tried_again(made, tmp_path: Path, monkeypa
     (tmp_path / "cells").mkdir()
     shutil.copyfile(out / "study.recipe.yaml", tmp_path / "study.recipe.yaml")
     for cell in (plan.pool, plan.features):
-        told = {"cell": cell.key, "kind": cell.kind, "status": "refused", "reason": "mended since"}
-        (tmp_path / "cells" / f"{cell.key}.json").write_text(json.dumps(told))
+        result = {"cell": cell.key, "kind": cell.kind, "status": "failed", "reason": "mended since", "cpu_s": 0.0}
+        write_json(tmp_path / "cells" / cell.key / "result.json", result)
     inputs_of(plan, tmp_path, monkeypatch)
     assert {cell["status"] for cell in cells(tmp_path)} == {"done"}
     assert {cell["kind"] for cell in cells(tmp_path)} == {"pool", "features"}

@@ -43,7 +43,7 @@ def test_a_study_goes_on_from_its_table_also_after_a_stop(tmp_path: Path) -> Non
     table, out = tmp_path / "cells.parquet", tmp_path / "out"
     result = {"status": "done", "reason": None, "figure": 0.25}
     with pytest.raises(KeyboardInterrupt), packed(out, table):
-        write_sealed(out / "cells" / "one.json", result)
+        write_sealed(out / "cells" / "one" / "result.json", result)
         write_sealed(out / "cells" / "two" / "result.json", result)
         (out / "cells" / "three").mkdir()  # under way
         raise KeyboardInterrupt
@@ -53,7 +53,7 @@ def test_a_study_goes_on_from_its_table_also_after_a_stop(tmp_path: Path) -> Non
         assert read_result(again / "cells" / "one") == read_result(again / "cells" / "two") == result
         assert read_result(again / "cells" / "three") is None
     assert table.read_bytes() == before
-    file = again / "cells" / "one.json"
+    file = again / "cells" / "one" / "result.json"
     file.write_text(file.read_text().replace("0.25", "0.5"))
     with pytest.raises(UserError, match="not what was saved"):
         read_result(again / "cells" / "one")

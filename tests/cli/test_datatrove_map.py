@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from flatshift.cli import run
-from flatshift.selection.features import HashedNgrams, ShardWriter, TfIdfEmbedder, load_or_fit, write_manifest
+from flatshift.selection.features import ShardWriter, TfIdfEmbedder, load_or_fit, write_manifest
+from flatshift.selection.features.tfidf import HashedNgrams
 
 pytest.importorskip("datatrove")
 

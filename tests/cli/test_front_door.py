@@ -261,6 +261,31 @@ def test_a_command_line_that_cannot_be_read_is_told_in_one_sentence(capsys, argu
     assert line.startswith("flatshift: error: ") and said in line and len(line) < 300
 
 
+@pytest.mark.parametrize(
+    ("words", "rest", "targets"),
+    [
+        ("chat --adapter.targets q_proj v_proj --out x", "chat --out x", ["q_proj", "v_proj"]),
+        ("--adapter.targets q_proj v_proj chat", "chat", ["q_proj", "v_proj"]),
+        ("--verbose chat --adapter.targets q_proj v_proj", "--verbose chat", ["q_proj", "v_proj"]),
+        ("--out x chat --adapter.targets q_proj it's", "--out x chat", ["q_proj", "it's"]),
+        ("--adapter.targets [q_proj,v_proj] chat", "chat", ["q_proj", "v_proj"]),
+        ("--adapter.targets q_proj chat", "chat", None),
+    ],
+)
+def test_a_list_takes_several_words(words: str, rest: str, targets: list[str] | None) -> None:
+    from flatshift.command_line import split_overrides
+    from flatshift.commands.train import Flags
+    from flatshift.experiments.recipe.tree import Items, Leaf
+
+    left, (override,) = split_overrides(words.split(), Flags)
+    tree = override.children["adapter"].children["targets"]
+    assert left == rest.split()
+    if targets is None:
+        assert isinstance(tree, Leaf) and tree.value == "q_proj"
+    else:
+        assert isinstance(tree, Items) and [item.value for item in tree.items] == targets
+
+
 def test_whole_numbers_may_be_written_as_powers_of_ten(tmp_path: Path, capsys) -> None:
     from flatshift import cli
 

@@ -118,7 +118,7 @@ def test_every_part_of_a_warm_up_run_on_a_mesh(tmp_path: Path) -> None:
         pytest.param(["--mesh.tp", "3"], "mesh.tp", marks=pytest.mark.slow),
         pytest.param(["--mesh.pp", "4", "--mesh.schedule", "interleaved"], "mesh.pp", marks=pytest.mark.slow),
         (["--mesh.xp", "2"], "mesh"),
-        (["--mesh.tp", "2", "--adapter.dora", "true"], "adapter.dora"),
+        (["--mesh.cp", "2"], "a head takes the last token"),
     ],
 )
 def test_a_mesh_that_cannot_be_is_one_sentence(tmp_path: Path, words: list[str], message: str) -> None:

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import flatshift.experiments.data.splits
-import flatshift.experiments.report
+import flatshift.experiments.report.page
 import flatshift.experiments.studies.cell
 import flatshift.experiments.workflows.train
 from flatshift.cli import run
@@ -54,7 +54,7 @@ def cheap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
         flatshift.experiments.data.splits, "prepare_data", lambda recipe: SimpleNamespace(skipped=(), checks=())
     )
     monkeypatch.setattr(flatshift.experiments.studies.cell.gc, "collect", lambda: 0)  # there are no models to collect
-    monkeypatch.setattr(flatshift.experiments.report, "build_report", lambda runs, out, plots: out)
+    monkeypatch.setattr(flatshift.experiments.report.page, "build_report", lambda runs, out, plots: out)
     out = tmp_path / "sweep"
     fixed = ["--out", str(out), "--devices", "cpu", "--train.precision", "fp32"]
     return lambda *words: run(["sweep", "double-descent", *fixed, *words])

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from flatshift.finetune.launch.job import DirectoryKeyValueStore
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.launch.job import DirectoryKeyValueStore, slurm_rank_variables
 from flatshift.finetune.launch.spawn import spawn
 from flatshift.finetune.launch.watchdog import Heartbeat, Watchdog
 from tests.support import warm_commands
@@ -196,6 +197,70 @@ def test_the_first_sigterm_ends_an_evaluation_on_a_mesh(tmp_path: Path) -> None:
     warm_commands.flatshift("train", "--resume", str(out), "--eval.batch_size", "32")
     assert json.loads((out / "eval.json").read_text(encoding="utf-8"))["test"]["loss"]["n"] == 301
     assert (out / "metrics.jsonl").read_bytes() == steps, "nothing was trained"
+
+
+TASK = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_JOB_NODELIST": "a[08-10,12]-x[1-2],b"}
+
+
+def test_a_task_of_srun_is_a_rank() -> None:
+    found = slurm_rank_variables({**TASK, "SLURM_TASKS_PER_NODE": "2(x2)", "SLURM_JOB_ID": "123456"})
+    assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"], found["LOCAL_WORLD_SIZE"]) == ("3", "4", "1", "2")
+    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("a08-x1", "18456")
+    assert slurm_rank_variables({**TASK, "SLURM_GPUS_PER_TASK": "1"})["LOCAL_RANK"] == "0"
+    kept = slurm_rank_variables({**TASK, "MASTER_ADDR": "c", "MASTER_PORT": "7"})
+    assert (kept["MASTER_ADDR"], kept["MASTER_PORT"]) == ("c", "7")
+    # a rank of torchrun, one task, a batch script without a step
+    for more in ({"RANK": "0"}, {"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_SUBMIT_DIR": "/home"}):
+        assert slurm_rank_variables({**TASK, **more}) == {}
+    assert slurm_rank_variables({**TASK, "SLURM_SUBMIT_DIR": "/home", "SLURM_STEP_ID": "0"})["RANK"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"SLURM_NTASKS": ""}, "SLURM_PROCID is set, but SLURM_NTASKS is not; start every rank with srun"),
+        ({"SLURM_LOCALID": "x"}, "SLURM_LOCALID is 'x'"),
+        ({"SLURM_JOB_NODELIST": ""}, "SLURM_JOB_NODELIST is not"),
+        ({"SLURM_PROCID": "4"}, "SLURM_PROCID 4, SLURM_LOCALID 1 and SLURM_NTASKS 4 contradict each other"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE 2 and SLURM_NTASKS 4 contradict each other"),
+    ],
+)
+def test_variables_of_slurm_that_make_no_rank(change: dict[str, str], words: str) -> None:
+    with pytest.raises(UserError, match=re.escape(words)):
+        slurm_rank_variables(TASK | change)
+
+
+def test_srun_alone_starts_a_job(tmp_path: Path) -> None:
+    """Two tasks with the variables that Slurm sets: the losses of one process; a task without its number is told so."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = {**SHORT, "train.steps": 3, "train.device": "cpu"}
+    command = [sys.executable, "-m", "flatshift", "train", "classify", *flags(settings)]
+    command += ["--adapter.targets", "q_proj", "v_proj"]
+    slurm = {"SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "127.0.0.1,n[1-3]", "MASTER_PORT": str(port)}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+
+    def start(words: list[str], variables: dict[str, str]) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*command, *words],
+            env=environment | variables,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    both = ["--mesh.dp", "2", "--out", str(tmp_path / "srun")]
+    jobs = [start(both, {**slurm, "SLURM_PROCID": n, "SLURM_LOCALID": n}) for n in "01"]
+    jobs.append(start(["--out", str(tmp_path / "alone")], {}))
+    said = [process.communicate(timeout=HANG_S)[1] for process in jobs]
+    assert [process.returncode for process in jobs] == [0, 0, 0], said
+    found = [losses(tmp_path / name) for name in ("srun", "alone")]
+    assert len(found[0]) == 3 and max(abs(a - b) for a, b in zip(*found, strict=True)) <= 3e-5
+
+    lost = start(["--out", str(tmp_path / "lost")], {**slurm, "SLURM_PROCID": "0"})
+    (line,) = lost.communicate(timeout=HANG_S)[1].splitlines()
+    assert lost.returncode == 2 and "SLURM_PROCID is set, but SLURM_LOCALID is not" in line
 
 
 @pytest.mark.slow

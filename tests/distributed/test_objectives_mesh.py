@@ -20,6 +20,8 @@ MESHES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("numbers", {"dp": 2}),
     ("masked", {"dp": 2}),
     ("masked", {"replicate": 2}),
+    ("masked", {"tp": 2}),
+    ("masked", {"pp": 2}),
 )
 
 

@@ -16,7 +16,13 @@ from flatshift.finetune.models.checkpoint import CheckpointFiles, canonical_name
 from flatshift.finetune.models.meta import empty_model
 from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
 from flatshift.finetune.parallel.fsdp import shard
-from flatshift.finetune.parallel.layout import Slice, TensorParallelLayout, copy_local_part, gather_full_tensors
+from flatshift.finetune.parallel.layout import (
+    Slice,
+    TensorParallelLayout,
+    copy_local_part,
+    gather_full_tensors,
+    local_part,
+)
 from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.parallel.weights import load_weights, materialize
 from flatshift.finetune.seeds import torch_generator
@@ -301,12 +307,13 @@ def test_four_ranks_make_the_update_of_one(directories):
 # --------------------------------------------------------------------------------------------- cut by hand
 
 
-CUTS = {  # leaf module: (dim of the weight, fused blocks, whether its bias is cut too)
+CUTS = {  # leaf module, or stacked parameter: (dim of the weight, fused blocks, whether its bias is cut too)
     "llama": {"q_proj": (0, 1, True), "k_proj": (0, 1, True), "down_proj": (1, 1, False), "lm_head": (0, 1, True)},
     "gpt2": {"c_attn": (1, 3, True), "c_fc": (1, 1, True), "c_proj": (0, 1, False)},
     "bert": {"query": (0, 1, True), "key": (0, 1, True), "word_embeddings": (0, 1, False)},
     "t5": {"q": (0, 1, True), "o": (1, 1, False), "shared": (0, 1, False)},
     "vit": {"q_proj": (0, 1, True), "fc2": (1, 1, False)},
+    "mixtral": {"o_proj": (1, 1, False), "gate_up_proj": (1, 2, False), "down_proj": (2, 1, False)},
 }
 
 
@@ -316,11 +323,12 @@ def cut(model: Any, kind: str, world: ProcessMesh) -> TensorParallelLayout:
     names = {id(p): n for n, p in model.named_parameters()}
     for path, module in model.named_modules():
         dim, fused, bias = CUTS[kind].get(path.rpartition(".")[-1], (0, 0, False))
-        for leaf in ("weight", "bias") if bias else ("weight",) if fused else ():
+        leaves = {"weight": (dim, fused), **({"bias": (0, fused)} if bias else {})} if fused else {}
+        leaves |= {leaf: CUTS[kind][leaf][:2] for leaf in module._parameters if leaf in CUTS[kind]}
+        for leaf, (along, fused) in leaves.items():
             parameter = getattr(module, leaf, None)
             if parameter is None:
                 continue
-            along = dim if leaf == "weight" else 0
             size = parameter.shape[along]
             piece = Slice.part(along, size, rank=world.index("tp"), width=world.width("tp"), fused=fused)
             layout.slices[names[id(parameter)]] = piece
@@ -343,6 +351,9 @@ def read_and_gather(directories: dict[str, Path], settings: dict[str, Any]) -> l
         shard(model, mesh=Mesh(**settings), world=world)
         materialize(model, "cpu")
         loaded = load_weights(model, checkpoint, layout=layout, world=world)
+        if kind == "mixtral":  # experts that the file has one by one: no rank reads another's
+            assert len(checkpoint.stacked) == len(checkpoint.converted) == 2 * model.config.num_hidden_layers
+            assert loaded.bytes == sum(local_part(p).nbytes for p in model.parameters())
         with torch.random.fork_rng(devices=[]):
             truth = auto(family).from_pretrained(directory, dtype=torch.float32, **options(family))
         live = dict(model.named_parameters())

@@ -32,7 +32,7 @@ READ = {
     "llama-uneven": "AutoModelForCausalLM",
     "vit": "AutoModelForImageClassification",
 }
-WHOLE_TOKENS = ("gpt2", "gpt2-uneven", "t5", "t5-gated", "bert", "bert-masked", "roberta", "vit", "nemotron")
+WHOLE_TOKENS = ("t5", "t5-gated", "vit", "nemotron")
 SLOW = (
     "nemotron",
     "smollm3",

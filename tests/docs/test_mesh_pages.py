@@ -18,7 +18,7 @@ import pytest
 
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.finetune.config import Adapter, Mesh, Train
-from flatshift.finetune.parallel.pipeline.pipeline_plan import bubble_fraction, virtual_stages
+from flatshift.finetune.parallel.pipeline_plan import bubble_fraction, virtual_stages
 from flatshift.finetune.planner.footprint import predict_footprint
 from flatshift.finetune.planner.rules import RuleSettings, check_settings
 from flatshift.finetune.planner.sizes import BackboneSizes
@@ -92,7 +92,9 @@ def test_commands_are_valid(words: list[str]) -> None:
     check_settings(RuleSettings(recipe.mesh, recipe.train, recipe.adapter, recipe.task))
     if words[0] != "flatshift":
         counts = [
-            int(words[i + 1]) for i, word in enumerate(words) if word.startswith(("--nnodes", "--nproc", "--num_"))
+            int(words[i + 1])
+            for i, word in enumerate(words)
+            if word.startswith(("--nnodes", "--nodes", "--nproc", "--ntasks", "--num_"))
         ]
         assert math.prod(counts) == recipe.mesh.size
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flatshift.experiments.report import build_report
+from flatshift.experiments.report.page import build_report
 from scripts.draw_pictures import PAGES, PICTURES, read_headings
 from tests.support import report_runs
 

@@ -358,8 +358,9 @@ def test_ranks_beyond_memory_are_refused_before_any_begins(monkeypatch) -> None:
 
 
 def test_a_solve_says_how_far_it_is(monkeypatch) -> None:
-    from flatshift.selection.transport import dense, sinkhorn_potentials
+    from flatshift.selection.transport import dense
     from flatshift.selection.transport.progress import ITERATIONS
+    from flatshift.selection.transport.solver import sinkhorn_potentials
 
     monkeypatch.setattr(dense, "_REPORT_EVERY", 1)
     generator = np.random.default_rng(0)

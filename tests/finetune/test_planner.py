@@ -220,7 +220,7 @@ def test_the_commands_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_real_models_fit_as_their_page_says(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, told in zip(plans("real-models.md"), ("11.6 GiB", "13.9 GiB", "dp 2 × tp 4"), strict=True):
+    for words, told in zip(plans("real-models.md"), ("11.6 GiB", "14.0 GiB", "dp 2 × tp 4"), strict=True):
         assert run(words) == 0, words
         assert told in capsys.readouterr().out.splitlines()[2], words
 
@@ -265,9 +265,14 @@ _MIXTRAL = {
         ({}, ["--mesh.tp", "16", "--gpus", "16xH100-80"], "16 does not divide the 24 attention heads"),
         ({}, ["--mesh.pp", "32", "--gpus", "32xH100-80"], "32 × 1 stages are more than the 28 blocks"),
         (
-            _MIXTRAL,
+            {**_MIXTRAL, "model_type": "gpt_oss"},
             ["--mesh.tp", "2", "--train.max_length", "64"],
-            "mesh.tp: model type 'mixtral' cannot be split: transformers splits its mlp.experts.gate_up_proj",
+            "mesh.tp: model type 'gpt_oss' cannot be split: transformers has no plan for its blocks",
+        ),
+        (
+            _MIXTRAL,
+            ["--mesh.dp", "4", "--mesh.tp", "2", "--mesh.ep", "2", "--train.max_length", "64"],
+            "mesh.ep > 1 does not go with mesh.tp > 1",
         ),
         ({"model_type": "stablelm"}, ["--mesh.pp", "2"], "mesh.pp: stablelm models cannot be cut into pipeline stages"),
         ({"hidden_size": None}, [], "it lacks hidden_size"),
@@ -320,19 +325,22 @@ def test_experts_are_planned_and_said_to_be(tmp_path: Path, capsys: pytest.Captu
     words = ["plan", "--model", str(tmp_path), "--gpus", "8xH100-80", "--train.max_length", "64", "--json"]
     assert run(words) == 0
     document = json.loads(capsys.readouterr().out)
-    shared = [layout for layout in document["layouts"] if not layout["trainable"]]
-    assert shared and all(
-        layout["mesh"]["expert_parallel"] > 1 and layout["seconds"]["experts"] > 0 for layout in shared
+    shared = [layout for layout in document["layouts"] if "ep" in layout["mesh"]]
+    assert {layout["mesh"]["ep"] for layout in shared} == {2, 4, 8} and all(
+        layout["mesh"]["dp"] % layout["mesh"]["ep"] == 0 and "tp" not in layout["mesh"] for layout in shared
     )
-    assert document["layouts"][document["best"]]["trainable"] and "no trace has checked" in " ".join(document["notes"])
+    assert all(layout["seconds"]["experts"] > 0 for layout in shared)
+    assert "no trace has checked" in " ".join(document["notes"])
 
 
 def test_experts_that_are_shared_out_are_not_gathered(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(_MIXTRAL), encoding="utf-8")
     sizes, cluster = read_sizes(tmp_path, Adapter()), Cluster.parse("8xH100-80")
     train = Train(precision="bf16", batch_size=8, max_length=64)
-    settings = RuleSettings(Mesh(dp=8), train, Adapter(), LanguageModel())
-    whole, shared = (price_layout(settings, sizes, cluster, expert_parallel=number) for number in (1, 8))
+    whole, shared = (
+        price_layout(RuleSettings(Mesh(dp=8, ep=number), train, Adapter(), LanguageModel()), sizes, cluster)
+        for number in (1, 8)
+    )
     assert whole.needs.weights == shared.needs.weights
     block = max(sizes.blocks)
     assert whole.needs.gathered == 2 * 2 * block

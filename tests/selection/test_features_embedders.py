@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from flatshift.selection import SelectionError, StaticEmbedder, TfIdfEmbedder, pool_features
-from flatshift.selection.features import read_layout
+from flatshift.selection.features.pooling import read_layout
 from flatshift.selection.features.tfidf import WordHasher
 
 R = np.random.default_rng(0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+ROOT = Path(__file__).resolve().parents[2]
 DOMAINS = ("cs_papers", "biomed", "novels", "wikipedia", "news", "reviews", "legal", "chat", "code_docs")
 WORDS = [
     "we",
@@ -220,37 +222,10 @@ def training(folder: Path, *, steps: int = 120, seed: int = 0, gap: float = 0.0)
     selection(folder / "selection", seed=seed)
 
 
-def study(folder: Path, *, seeds: int = 5, effect: float = 1.0, seed: int = 0) -> None:
-    """study.json with all six arms; `effect` scales what the warm-ups do."""
-    provenance(folder, "flatshift demo --out flatshift-demo")
-    rng = np.random.default_rng(seed)
-    cells = []
-    for s in range(seeds):
-        shared = rng.normal(0, 0.02)
-        for w, warm in enumerate(("cold", "random", "gotd")):
-            for r, reg in enumerate(("plain", "ggpo")):
-                ppl = 88.2 if w == 0 else 88.2 - effect * (0, 9, 16)[w] + rng.normal(0, 0.5) + 0.2 * r
-                acc = 0.61 + shared + effect * (0, 0.015, 0.05)[w] + 0.004 * r + rng.normal(0, 0.008)
-                cells.append(
-                    {
-                        "warmup": warm,
-                        "regularizer": reg,
-                        "seed": s,
-                        "metrics": {"perplexity": ppl, "accuracy": acc, "f1_macro": acc - 0.07},
-                        "cell": f"{s}{w}{r}",
-                    }
-                )
-    tuned = {"gotd/plain": {"warmup_lr": 1e-3, "lr": 2e-3, "dev_loss": 0.71, "trials": 4, "lr_on_edge": False}}
-    document = {
-        "target": "scicite",
-        "recipe": "warmup",
-        "seeds": list(range(seeds)),
-        "floor": 0.53,
-        "tuned": tuned,
-        "cells": cells,
-        "describe": {"perplexity": "of the target's test texts after the warm-up, before any label was seen."},
-    }
-    (folder / "study.json").write_text(json.dumps(document))
+def comparison(folder: Path) -> None:
+    """The committed comparison of flat-minimum methods, in a directory of its own."""
+    provenance(folder, "flatshift compare flat-comparison --out comparison")
+    shutil.copyfile(ROOT / "benchmarks" / "results" / "flat_comparison" / "comparison.json", folder / "comparison.json")
 
 
 def sweep(folder: Path, *, seeds: int = 3, limits: tuple[int, ...] = (), seed: int = 0) -> None:
@@ -300,9 +275,9 @@ def sweep(folder: Path, *, seeds: int = 3, limits: tuple[int, ...] = (), seed: i
     grid = {"adapter.rank": ["1", "2", "4", "8", "16", "32", "64"]} | (
         {"data.train.limit": [str(x) for x in limits]} if limits else {}
     )
-    (folder / "sweep.json").write_text(
-        json.dumps({"format": 2, "recipe": "double-descent", "grid": grid, "seeds": seeds})
-    )
+    cells = math.prod(map(len, grid.values())) * seeds
+    plan = {"format": 2, "recipe": "double-descent", "grid": grid, "seeds": seeds, "cells": cells}
+    (folder / "sweep.json").write_text(json.dumps(plan))
 
 
 def laboratory(
@@ -366,13 +341,14 @@ def laboratory(
         pq.write_table(pa.table({k: [row.get(k) for row in rows] for k in names}), folder / file)
     grid = {"adapter.rank": [*map(str, ranks)], "optimizer.lr": [*map(str, rates)], "regularizer.kind": [*kinds]}
     plan = {"format": 2, "recipe": "noisy", "grid": grid, "design": "grid", "seeds": seeds, "flatshift": "0.3.0"}
+    plan["cells"] = len(ranks) * len(rates) * len(kinds) * seeds
     (folder / "sweep.json").write_text(json.dumps(plan))
 
 
 def demo(folder: Path) -> None:
-    """What `flatshift demo` leaves: a run, a study, a sweep."""
+    """What `flatshift demo` leaves: a run, a comparison, a sweep."""
     training(folder / "warmup")
-    study(folder / "study")
+    comparison(folder / "comparison")
     sweep(folder / "sweep")
     provenance(folder, "flatshift demo --out flatshift-demo")
 

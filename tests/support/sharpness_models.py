@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flatshift.regularizers.sharpness import AdapterSpace, FullSpace, Hessian, LossFunction, Sharpness, Space
+from flatshift.regularizers.sharpness import Sharpness
+from flatshift.regularizers.sharpness.measures import Hessian
+from flatshift.regularizers.sharpness.spaces import AdapterSpace, FullSpace, LossFunction, Space
 from tests.support.regularizer_models import frozen_checksums, tiny_gpt2, tokens, with_lora
 
 IDS = tokens(6, 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ def cells(folder: Path, rows: list[dict[str, Any]], grid: dict[str, Any] | None,
     names = list(dict.fromkeys(k for row in rows for k in row))
     pq.write_table(pa.table({k: [row.get(k) for row in rows] for k in names}), folder / "cells.parquet")
     if grid is not None:
+        lengths = [len(values) for values in grid.values()]
+        if "seeds" in plan and plan.get("design") != "random":
+            points = max(lengths) if plan.get("design") == "paired" else math.prod(lengths)
+            plan = {"cells": points * plan["seeds"], **plan}
         (folder / "sweep.json").write_text(json.dumps({"format": FORMAT, "recipe": "r", "grid": grid, **plan}))
     return read_run(folder).sweep
 

@@ -32,7 +32,7 @@ def analyse(plan: Plan, outcome: Outcome) -> dict[str, Any]:
     """quality.json: everything that the page shows."""
     study = plan.study
     budget = study.primary_budget
-    found = list(everything(outcome))
+    results = list(everything(outcome))
     names = ("kind", "arm", "target", "budget", "seed", "lr", "status", "reason")
     document: dict[str, Any] = {
         "recipe": plan.resolved.name,
@@ -60,13 +60,13 @@ def analyse(plan: Plan, outcome: Outcome) -> dict[str, Any]:
             target: {f"{lr:g}": result["metrics"].get("accuracy") for lr, result in some.items()}
             for target, some in outcome.fine_tune_trials.items()
         },
-        "failed": [{name: r.get(name) for name in names} for r in found if r["status"] != "done"],
-        "cells": len(found),
-        "cpu_s": round(math.fsum(result["cpu_s"] for result in found), 1),
+        "failed": [{name: r.get(name) for name in names} for r in results if r["status"] != "done"],
+        "cells": len(results),
+        "cpu_s": round(math.fsum(result["cpu_s"] for result in results), 1),
     }
     for metric in metrics(plan):
         _correct([arm[metric] for name, arm in document["arms"].items() if name != study.baseline])
-        _correct([found[metric] for found in document["against"].values()])
+        _correct([results[metric] for results in document["against"].values()])
     document["answers"] = answers(document)
     return document
 
@@ -111,12 +111,12 @@ def _endpoint(plan: Plan, outcome: Outcome, ours: str, base: str, budget: int, m
         by_target = [_values(_finals(plan, outcome, arm, t, budget), metric) for t in plan.study.targets]
         seeds = set.intersection(*map(set, by_target))
         sides.append({s: math.fsum(values[s] for values in by_target) / len(by_target) for s in sorted(seeds)})
-    found = paired_test(sides[0], sides[1])
-    if found is None:
+    result = paired_test(sides[0], sides[1])
+    if result is None:
         return None
     if metric == "accuracy":
-        found["bootstrap"] = _bootstrap(plan, outcome, ours, base, budget, sorted(set(sides[0]) & set(sides[1])))
-    return {**found, "p_holm": None}
+        result["bootstrap"] = _bootstrap(plan, outcome, ours, base, budget, sorted(set(sides[0]) & set(sides[1])))
+    return {**result, "p_holm": None}
 
 
 def _bootstrap(
@@ -136,11 +136,11 @@ def _bootstrap(
     return seed_item_bootstrap(differences, resamples=_RESAMPLES, rng=rng)
 
 
-def _correct(found: Sequence[dict[str, Any] | None]) -> None:
+def _correct(results: Sequence[dict[str, Any] | None]) -> None:
     """Holm's p over one family, written into it; a member without a p counts as 1, so that it stays as large."""
-    family = {str(i): f["p"] if f is not None and f["p"] is not None else 1.0 for i, f in enumerate(found)}
+    family = {str(i): f["p"] if f is not None and f["p"] is not None else 1.0 for i, f in enumerate(results)}
     for i, p in holm_adjust(family).items():
-        member = found[int(i)]
+        member = results[int(i)]
         if member is not None and member["p"] is not None:
             member["p_holm"] = p
 
@@ -151,7 +151,7 @@ def _correct(found: Sequence[dict[str, Any] | None]) -> None:
 def _target(plan: Plan, outcome: Outcome, target: str) -> dict[str, Any]:
     study = plan.study
     cold = [arm for arm in study.arms if study.arms[arm].source == "none"]
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "file": study.targets[target].file,
         "domains": list(study.targets[target].domains),
         "fine_tune_lr": outcome.fine_tune[target],
@@ -161,12 +161,12 @@ def _target(plan: Plan, outcome: Outcome, target: str) -> dict[str, Any]:
         "controls": {},
     }
     for budget in study.budgets_of(target):
-        found["budgets"][str(budget)] = {
+        results["budgets"][str(budget)] = {
             arm: _cell(plan, outcome, arm, target, budget) for arm in study.arms if study.has_budget(arm)
         }
     others = [arm for arm in study.arms if not study.has_budget(arm)]
-    found["controls"] = {arm: _cell(plan, outcome, arm, target, study.primary_budget) for arm in others}
-    return found
+    results["controls"] = {arm: _cell(plan, outcome, arm, target, study.primary_budget) for arm in others}
+    return results
 
 
 def _floor(results: Sequence[Result]) -> dict[str, Any]:
@@ -186,25 +186,25 @@ def _cell(plan: Plan, outcome: Outcome, arm: str, target: str, budget: int) -> d
     """One row of a target's table, beside the baseline and the focus at this budget."""
     study = plan.study
     results, base, focus = (_finals(plan, outcome, a, target, budget) for a in (arm, study.baseline, study.focus))
-    found: dict[str, Any] = {"lr": outcome.chosen.get((arm, target))}
+    records: dict[str, Any] = {"lr": outcome.chosen.get((arm, target))}
     for metric in ("nats", "accuracy", "f1_macro"):
         values = _values(results, metric)
-        found[metric] = _interval(values.values())
+        records[metric] = _interval(values.values())
         if metric != "f1_macro":
             same = arm == study.baseline
-            found[f"{metric}_difference"] = None if same else paired_test(values, _values(base, metric))
-            found[f"{metric}_focus"] = None if arm == study.focus else paired_test(_values(focus, metric), values)
+            records[f"{metric}_difference"] = None if same else paired_test(values, _values(base, metric))
+            records[f"{metric}_focus"] = None if arm == study.focus else paired_test(_values(focus, metric), values)
     for name in ("passages", "tokens", "epochs"):
-        found[name] = _mean([r["text"].get(name) for r in results if r["status"] == "done"])
+        records[name] = _mean([r["text"].get(name) for r in results if r["status"] == "done"])
     if study.has_budget(arm):
         chosen = [r["figures"][str(budget)] for r in outcome.selections[arm, target] if r["status"] == "done"]
         for name in FIGURES:
-            found[name] = _interval(figures[name] for figures in chosen if figures[name] is not None)
+            records[name] = _interval(figures[name] for figures in chosen if figures[name] is not None)
         mix: Counter[str] = Counter()
         for figures in chosen:
             mix.update({name: share / len(chosen) for name, share in figures["domains"].items()})
-        found["domains"] = dict(mix.most_common(5))
-    return found
+        records["domains"] = dict(mix.most_common(5))
+    return records
 
 
 def _interval(values: Any) -> dict[str, Any] | None:

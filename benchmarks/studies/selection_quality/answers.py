@@ -26,42 +26,42 @@ def answers(document: Document) -> list[str]:
     nats = {n: arm["nats"] for n, arm in arms.items() if arm["nats"] is not None}
     against = {n: pair["nats"] for n, pair in document["against"].items() if pair["nats"] is not None}
     selectors = {name for name, arm in arms.items() if arm["source"] == "selector"}
-    found = [str(document["protocol"][0])] if document["exploratory"] else []
+    result = [str(document["protocol"][0])] if document["exploratory"] else []
     family = {n: f for n, f in nats.items() if n in selectors}
     words = (f"lower than after {base} with", "higher with", "not clearly different with")
     if family:
-        told = _sides(family, words, _shown)
-        found.append(f"Perplexity on the target after the warm-up is {'; '.join(told)}.")
-    found += _accuracy(document)
+        outcome = _sides(family, words, _shown)
+        result.append(f"Perplexity on the target after the warm-up is {'; '.join(outcome)}.")
+    result += _accuracy(document)
     family = {n: f for n, f in against.items() if n in selectors}
     if family:
-        told = _sides(family, ("is ahead of", "loses to", "cannot be told from"), lambda name, f: name)
-        found.append(f"In perplexity {focus} {', and '.join(told)}.")
+        outcome = _sides(family, ("is ahead of", "loses to", "cannot be told from"), lambda name, f: name)
+        result.append(f"In perplexity {focus} {', and '.join(outcome)}.")
     for name, pair in against.items():
         if name not in selectors:
             verdict = "no clear difference" if not _clear(pair) else "lower" if pair["value"] < 0 else "higher"
             what = f"{_CONTROLS[arms[name]['source']]} ({name})"
-            found.append(f"Perplexity after {focus} compared with {what}: {verdict} ({percent(pair)} %).")
+            result.append(f"Perplexity after {focus} compared with {what}: {verdict} ({percent(pair)} %).")
     shares = recalls(document)
     if shares:
         ranks = sorted(shares.items(), key=lambda item: -item[1])
-        told = [f"{name} {formats.percent(value)}" for name, value in ranks]
-        found.append(
+        outcome = [f"{name} {formats.percent(value)}" for name, value in ranks]
+        result.append(
             f"Hidden-domain recall at {document['primary_budget']:,} {document['unit']}, mean over targets: "
-            f"{', '.join(told)}."
+            f"{', '.join(outcome)}."
         )
-    found += _losses(document)
+    result += _losses(document)
     weak = [name for name, target in document["targets"].items() if target["informative"] is False]
     if weak:
-        found.append(
+        result.append(
             f"The backbone is too weak for {_and(weak)}: its few-label accuracy is not 3 standard errors above the "
             "majority baseline."
         )
-    return found
+    return result
 
 
-def _clear(found: Mapping[str, Any] | None) -> bool:
-    return found is not None and found["p_holm"] is not None and found["p_holm"] < 0.05
+def _clear(results: Mapping[str, Any] | None) -> bool:
+    return results is not None and results["p_holm"] is not None and results["p_holm"] < 0.05
 
 
 def _sides(family: _Family, words: tuple[str, str, str], shown: Any) -> list[str]:
@@ -72,8 +72,8 @@ def _sides(family: _Family, words: tuple[str, str, str], shown: Any) -> list[str
     return [f"{word} {_and(names)}" for word, names in zip(words, (below, above, same), strict=True) if names]
 
 
-def _shown(name: str, found: Mapping[str, Any]) -> str:
-    return f"{name} ({percent(found)} %)"
+def _shown(name: str, results: Mapping[str, Any]) -> str:
+    return f"{name} ({percent(results)} %)"
 
 
 def _accuracy(document: Document) -> list[str]:
@@ -81,10 +81,10 @@ def _accuracy(document: Document) -> list[str]:
     arms = {n: a["accuracy"] for n, a in document["arms"].items() if a["accuracy"] is not None}
     clear = {name: f for name, f in arms.items() if _clear(f)}
     if clear:
-        told = [f"{name} ({100 * f['value']:+.1f} points)".replace("-", "−") for name, f in clear.items()]
+        results = [f"{name} ({100 * f['value']:+.1f} points)".replace("-", "−") for name, f in clear.items()]
         wide = [n for n, f in clear.items() if f["bootstrap"] and f["bootstrap"]["low"] <= 0 <= f["bootstrap"]["high"]]
         beyond = f"; with other test rows too, by the bootstrap, {_and(wide)} may not differ" if wide else ""
-        return [f"Few-label accuracy differs from {base}'s after Holm's correction with {_and(told)}{beyond}."]
+        return [f"Few-label accuracy differs from {base}'s after Holm's correction with {_and(results)}{beyond}."]
     size = max((f["detectable"] for f in arms.values() if f["detectable"] is not None), default=1.0)
     seen = f"; a single uncorrected test finds {100 * size:.1f} points with 80 % power" if size < 1 else ""
     return [f"No warm-up changes the few-label accuracy clearly, compared with {base}'s{seen}."] if arms else []
@@ -94,11 +94,11 @@ def _losses(document: Document) -> list[str]:
     """Where the focus is worse than another selector, or the baseline: by intervals above zero, and by means alone."""
     focus = document["focus"]
     pairs = [
-        (f"{target} at {budget} ({arm} {percent({'value': -found['value']})} %)", found)
-        for target, budget, arm, found in beside_focus(document)
-        if focus != document["baseline"] and document["arms"][arm]["source"] == "selector" and found["low"] is not None
+        (f"{target} at {budget} ({arm} {percent({'value': -result['value']})} %)", result)
+        for target, budget, arm, result in beside_focus(document)
+        if focus != document["baseline"] and document["arms"][arm]["source"] == "selector" and result["low"] is not None
     ]
-    lost = [name for name, found in pairs if found["low"] > 0]
+    lost = [name for name, result in pairs if result["low"] > 0]
     behind = f"its mean is behind in {sum(f['value'] > 0 for _, f in pairs)} of {len(pairs)} comparisons."
     if lost:
         return [f"In perplexity, {len(lost)} of {len(pairs)} uncorrected 95 % intervals put {focus} behind: on "
@@ -181,6 +181,6 @@ def protocol(plan: Plan) -> list[str]:
         first = f"This is a part of the study, run without its {gone}: its figures are exploratory, and Holm's "
         sentences.insert(0, f"{first}correction counts no arm but those that ran.")
     for name, keys in own.items():
-        told = ", ".join(f"{key} {formats.json_value(value)}" for key, value in keys.items())
-        sentences.append(f"Target {name} has settings of its own, the same for every arm: {told}.")
+        text = ", ".join(f"{key} {formats.json_value(value)}" for key, value in keys.items())
+        sentences.append(f"Target {name} has settings of its own, the same for every arm: {text}.")
     return [*sentences, *study.notes]

@@ -1,7 +1,7 @@
 """Cells of a study (the pool, its features, a selection, a training run), their results and the queue that runs them.
 
-A result is one file named by the cell's key, `cells/<key>.json`, written last and whole. A cell that ends its worker
-twice is not run for its result, which says so.
+A result is one file in a folder named by the cell's key, `cells/<key>/result.json`, written last and whole. A cell that
+ends its worker twice is not run for its result, which says so.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from flatshift.experiments.recipe import Resolved
 from flatshift.experiments.recipe.schema import Recipe
+from flatshift.experiments.results.cells import RESULT
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies.cell import Cell as QueuedCell
 from flatshift.experiments.studies.study import CellBatches
@@ -155,7 +156,7 @@ class TrainingCell:
 
 def cell_file(directory: Path, key: str) -> Path:
     """Path of a cell's result."""
-    return directory / f"{key}.json"
+    return directory / key / RESULT
 
 
 def write_result(
@@ -229,20 +230,18 @@ class Runner:
         self, directory: Path, run_cell: Callable[..., None], *, jobs: int, console: Console, label: str
     ) -> None:
         self.directory, self._run_cell = directory, run_cell
-        self._cells: dict[str, Any] = {}
         self._batches = CellBatches(
-            directory.parent, jobs=jobs, console=console, label=label, run=partial(_run, run_cell),
-            on_cell=lambda file: self.result(self._cells[file.parent.name]),
-        )  # fmt: skip
+            directory.parent, jobs=jobs, console=console, label=label, run=partial(_run, run_cell)
+        )
 
     def result(self, cell: Any) -> Result:
         """The result of a finished cell."""
-        found = self._batches.result(_queued(cell))
-        if not cell_file(self.directory, cell.key).is_file():  # the queue wrote it, which knows nothing of its figures
+        result = self._batches.result(_queued(cell))
+        if "cpu_s" not in result:  # the queue wrote it, which knows nothing of its figures
             shutil.rmtree(self.directory / cell.key)
-            self._run_cell(self.directory, cell, 1, died=found["reason"])
-            found = self._batches.result(_queued(cell))
-        return found
+            self._run_cell(self.directory, cell, 1, died=result["reason"])
+            result = self._batches.result(_queued(cell))
+        return result
 
     def done(self, cell: Any) -> bool:
         """Return True for a cell that needs no run."""
@@ -250,6 +249,10 @@ class Runner:
 
     def run(self, cells: Sequence[Any], *, again: bool = False) -> None:
         """Run those of `cells` that have no result, or failed before this start; again: all of them."""
-        self._cells |= {cell.key: cell for cell in cells}
         kinds = " and ".join(dict.fromkeys(cell.kind for cell in cells))
-        self._batches.run([_queued(cell) for cell in cells], kinds, again=lambda queued: again)
+        try:
+            self._batches.run([_queued(cell) for cell in cells], kinds, again=lambda queued: again)
+        finally:
+            for cell in cells:
+                if cell_file(self.directory, cell.key).is_file():
+                    self.result(cell)

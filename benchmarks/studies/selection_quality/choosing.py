@@ -67,13 +67,13 @@ def choose(root: Path, cell: SelectionCell) -> dict[str, Any]:
     chosen: Chosen = {}
     for budgets in [(budget,) for budget in cell.budgets] if cell.each else [cell.budgets]:
         if cell.like is None:
-            found, about = _selected(root, cell, pool, target, budgets)
+            result, about = _selected(root, cell, pool, target, budgets)
         else:
             followed = [chosen_rows(root, cell.like, budget) for budget in budgets]
             order = matched_draw(stored, followed[-1], tuple(map(len, followed)), derive_seed(cell.seed, "select"))
-            found = {budget: order[: len(rows)] for budget, rows in zip(budgets, followed, strict=True)}
+            result = {budget: order[: len(rows)] for budget, rows in zip(budgets, followed, strict=True)}
             about = {"shared": float(np.isin(order, followed[-1]).mean())}
-        chosen |= found
+        chosen |= result
     solved = time.process_time()
     lines = np.full((len(chosen), 1 + max(map(len, chosen.values()))), -1, dtype=np.int32)
     for line, (budget, rows) in zip(lines, chosen.items(), strict=True):
@@ -155,17 +155,17 @@ def matched_draw(stored: StoredPool, followed: np.ndarray, budgets: tuple[int, .
 
 def _figures(root: Path, cell: SelectionCell, stored: StoredPool, x: np.ndarray, chosen: Chosen) -> dict[str, Any]:
     """By budget: recall of the hidden domains, coverage of the test texts, length and mix of what was chosen."""
-    judged = split_rows(cell.rows, cell.recipe.task, "test")[1]
-    texts = [str(row.values["text"]) for row in judged]
+    evaluation = split_rows(cell.rows, cell.recipe.task, "test")[1]
+    texts = [str(row.values["text"]) for row in evaluation]
     y = vectors(root, cell.features, texts)
     words = Counter(word for text in texts for word in _words(text))
     wanted = np.isin(stored.domains, list(cell.rows.domains))
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for budget, order in chosen.items():
         rows = np.unique(order)  # a passage that is read again counts once
         seen = {word for row in rows.tolist() for word in _words(stored.texts[row])}
         hits = int(wanted[rows].sum())
-        found[str(budget)] = {
+        results[str(budget)] = {
             "recall": hits / min(len(rows), int(wanted.sum())) if wanted.any() else None,
             "precision": hits / len(rows),
             "distance": _distance(y, np.asarray(x[rows], dtype=np.float32)),
@@ -173,7 +173,7 @@ def _figures(root: Path, cell: SelectionCell, stored: StoredPool, x: np.ndarray,
             "length": float(stored.words[rows].mean()),
             "domains": {name: n / len(rows) for name, n in Counter(stored.domains[rows].tolist()).most_common(5)},
         }
-    return found
+    return results
 
 
 def _words(text: str) -> list[str]:

@@ -76,8 +76,8 @@ def _endpoint(document: Document) -> list[Block]:
 
 def ranked(document: Document) -> list[tuple[str, Mapping[str, Any]]]:
     """Arms with an endpoint, the best first."""
-    found = [(name, arm) for name, arm in document["arms"].items() if arm["nats"] is not None]
-    return sorted(found, key=lambda item: item[1]["nats"]["value"])
+    results = [(name, arm) for name, arm in document["arms"].items() if arm["nats"] is not None]
+    return sorted(results, key=lambda item: item[1]["nats"]["value"])
 
 
 def arms_table(document: Document) -> Lines:
@@ -93,9 +93,9 @@ def arms_table(document: Document) -> Lines:
         cells = [name, percent(nats), *formats.mean_and_interval(nats), formats.number(nats["p_holm"])]
         cells += [percent(arm[metric]) for metric in further]
         if accuracy:
-            found = arm["accuracy"]
-            boot = {**found, **found["bootstrap"]} if found and found["bootstrap"] else None
-            cells += [*formats.mean_and_interval(found, 100.0), formats.mean_and_interval(boot, 100.0)[1]]
+            result = arm["accuracy"]
+            boot = {**result, **result["bootstrap"]} if result and result["bootstrap"] else None
+            cells += [*formats.mean_and_interval(result, 100.0), formats.mean_and_interval(boot, 100.0)[1]]
         lines.append([*cells, formats.number(100 * share[name]) if name in share else "–", arm["note"]])
     return head, lines
 
@@ -103,8 +103,8 @@ def arms_table(document: Document) -> Lines:
 def focus_table(document: Document) -> Lines:
     """The focus minus each other arm: mean with its interval and Holm's p, in plain form, and target by target."""
     single: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
-    for target, budget, arm, found in beside_focus(document):
-        single.setdefault((arm, budget), {})[target] = found
+    for target, budget, arm, result in beside_focus(document):
+        single.setdefault((arm, budget), {})[target] = result
     form = any(pair.get("form_nats") for pair in document["against"].values())
     primary, targets = f"{document['primary_budget']:,}", list(document["targets"])
     sizes = {budget for _, budget in single}
@@ -116,7 +116,7 @@ def focus_table(document: Document) -> Lines:
         if whole and pair["nats"] is not None:
             cells += [percent(pair["nats"], interval=True), formats.number(pair["nats"]["p_holm"])]
         else:
-            mean = math.fsum(found["value"] for found in by_target.values()) / len(by_target)
+            mean = math.fsum(result["value"] for result in by_target.values()) / len(by_target)
             cells += [percent({"value": mean}), "–"]
         cells += [percent(pair.get("form_nats") if whole else None, interval=True)] * form
         lines.append([*cells, *(percent(by_target.get(target)) for target in targets)])
@@ -160,22 +160,22 @@ def _trials(document: Document) -> Lines:
 # --------------------------------------------------------------------------------------------- figures
 
 
-def level(found: Found, scale: Callable[[float], float]) -> str:
+def level(result: Found, scale: Callable[[float], float]) -> str:
     """A mean with its interval on another scale."""
-    if found is None:
+    if result is None:
         return "–"
-    return formats.with_interval({key: found[key] and scale(found[key]) for key in ("value", "low", "high")})
+    return formats.with_interval({key: result[key] and scale(result[key]) for key in ("value", "low", "high")})
 
 
 def _hundredfold(share: float) -> float:
     return 100.0 * share
 
 
-def percent(found: Found, *, interval: bool = False) -> str:
+def percent(result: Found, *, interval: bool = False) -> str:
     """A difference of nats as a change of perplexity in percent."""
-    if found is None:
+    if result is None:
         return "–"
-    ends = [found[key] for key in ("value", "low", "high") if found.get(key) is not None]
+    ends = [result[key] for key in ("value", "low", "high") if result.get(key) is not None]
     mean, *rest = (f"{100 * math.expm1(end):+.1f}".replace("-", "−") for end in ends)
     return f"{mean} ({' to '.join(rest)})" if interval and rest else mean
 
@@ -197,10 +197,10 @@ def has_accuracy(document: Document) -> bool:
 def recalls(document: Document) -> dict[str, float]:
     """Arm → recall at the primary budget, mean over the targets with hidden domains."""
     budget = str(document["primary_budget"])
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
     for arm in document["arms"]:
         cells = [target["budgets"].get(budget, {}).get(arm) for target in document["targets"].values()]
         values = [cell["recall"]["value"] for cell in cells if cell is not None and cell["recall"] is not None]
         if values:
-            found[arm] = math.fsum(values) / len(values)
-    return found
+            results[arm] = math.fsum(values) / len(values)
+    return results

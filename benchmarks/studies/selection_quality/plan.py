@@ -90,8 +90,8 @@ class Plan:
 
     def arms_with_budget(self) -> list[str]:
         """Arms that select, those matched to another last."""
-        found = [name for name in self.study.arms if self.study.has_budget(name)]
-        return sorted(found, key=lambda name: self.study.arms[name].source == "matched")
+        results = [name for name in self.study.arms if self.study.has_budget(name)]
+        return sorted(results, key=lambda name: self.study.arms[name].source == "matched")
 
     def warm_arms(self) -> list[str]:
         """Arms that warm up."""
@@ -132,18 +132,18 @@ class Plan:
         )
 
     def trial(self, arm: str, target: str, lr: float) -> TrainingCell:
-        """A warm-up of one learning rate, judged on validation texts."""
+        """A warm-up of one learning rate, evaluated on validation texts."""
         budget = self.study.primary_budget if self.study.has_budget(arm) else None
         return self._training("trial", arm, target, budget, self.study.tuning_seed, lr=lr)
 
     def fine_tune_trial(self, target: str, lr: float) -> TrainingCell:
-        """A fine-tune without warm-up, judged on validation rows."""
+        """A fine-tune without warm-up, evaluated on validation rows."""
         return self._training("fine-tune trial", "", target, None, self.study.tuning_seed, fine_tune_lr=lr)
 
     def final(
         self, arm: str, target: str, budget: int | None, seed: int, *, lr: float | None, fine_tune_lr: float
     ) -> TrainingCell:
-        """A run that is judged on test rows."""
+        """A run that is evaluated on test rows."""
         rate = fine_tune_lr if self.study.fine_tunes(budget) else None
         return self._training("final", arm, target, budget, seed, lr=lr, fine_tune_lr=rate)
 
@@ -243,9 +243,9 @@ def _only(whole: Quality, selectors: Sequence[str], targets: Sequence[str]) -> Q
             raise UserError(f"--selectors: {name} follows {arm.like}; name that too")
     if len(arms) < 2:
         raise UserError(f"nothing to compare with {whole.baseline!r}: name another arm with --selectors")
-    kept = {name: whole.targets[name] for name in filter_by_flag("--targets", targets, whole.targets)}
+    tasks = {name: whole.targets[name] for name in filter_by_flag("--targets", targets, whole.targets)}
     focus = whole.focus if whole.focus in arms else whole.baseline
-    return dataclasses.replace(whole, arms=arms, targets=kept, focus=focus)
+    return dataclasses.replace(whole, arms=arms, targets=tasks, focus=focus)
 
 
 def _one_size(method: Method) -> bool:

@@ -23,7 +23,8 @@ from flatshift.finetune.errors import UserError
 from flatshift.finetune.seeds import derive_seed, numpy_generator
 from flatshift.finetune.tasks import Task
 from flatshift.selection.config import Static, TfIdf
-from flatshift.selection.features import FeatureCache, StaticEmbedder, TfIdfEmbedder
+from flatshift.selection.features import StaticEmbedder, TfIdfEmbedder
+from flatshift.selection.features.cache import FeatureCache
 from flatshift.selection.features.tfidf import load_or_fit
 
 _PART = 1 << 16
@@ -34,17 +35,17 @@ Embed = Callable[[list[str]], np.ndarray]
 
 
 @functools.lru_cache(maxsize=64)
-def split_rows(rows: TargetRows, task: Task, judged: str) -> tuple[list[Row], list[Row], tuple[str, ...] | None]:
+def split_rows(rows: TargetRows, task: Task, evaluation: str) -> tuple[list[Row], list[Row], tuple[str, ...] | None]:
     """(rows to draw training subsets from, rows of the split `judged`, classes); no draw depends on a run's seed.
 
     Validation rows come out of the training split, so that the official development split, where it serves as test, is
     seen once.
     """
-    found = _read(rows.file, task)
-    train = [row for row in found if row.values.get("split") == "train"]
-    tested = [row for row in found if row.values.get("split") == rows.test_split]
+    result = _read(rows.file, task)
+    train = [row for row in result if row.values.get("split") == "train"]
+    tested = [row for row in result if row.values.get("split") == rows.test_split]
     if not train or not tested:
-        there = ", ".join(sorted({str(row.values.get("split")) for row in found}))
+        there = ", ".join(sorted({str(row.values.get("split")) for row in result}))
         raise UserError(
             f"{rows.file}: the column 'split' must mark 'train' and {rows.test_split!r} rows; it has {there}"
         )
@@ -52,7 +53,7 @@ def split_rows(rows: TargetRows, task: Task, judged: str) -> tuple[list[Row], li
         raise UserError(f"{rows.file}: {rows.validation} validation rows leave nothing of {len(train)} training rows")
     chosen = limit_rows(range(len(train)), rows.validation, seed=derive_seed(0, "comparison", "validation"))
     pool = [train[i] for i in sorted(set(range(len(train))) - set(chosen))]
-    if judged == "validation":
+    if evaluation == "validation":
         return pool, [train[i] for i in chosen], task.class_names(train)
     limited = limit_rows(tested, min(rows.test, len(tested)), seed=derive_seed(0, "comparison", "test rows"))
     return pool, limited, task.class_names(train)
@@ -125,11 +126,13 @@ def store_pool(root: Path, cell: PoolCell) -> dict[str, Any]:
         ids, texts, domains = ([side[i] for i in keep.tolist()] for side in (ids, texts, domains))
     total, dropped = len(ids), {}
     if select.hygiene.on:
-        split = {judged: [split_rows(target, task, judged) for target in cell.targets]
-                 for judged in ("validation", "test")}  # fmt: skip
-        train = [row for found in split["test"] for row in found[0]]
-        judged = [row for pair in zip(split["validation"], split["test"], strict=True) for f in pair for row in f[1]]
-        references = [ReferenceTexts("target", _texts(train)), ReferenceTexts("eval", _texts(judged))]
+        split = {evaluation: [split_rows(target, task, evaluation) for target in cell.targets]
+                 for evaluation in ("validation", "test")}  # fmt: skip
+        train = [row for result in split["test"] for row in result[0]]
+        evaluation = [
+            row for pair in zip(split["validation"], split["test"], strict=True) for f in pair for row in f[1]
+        ]
+        references = [ReferenceTexts("target", _texts(train)), ReferenceTexts("eval", _texts(evaluation))]
         cleaned = clean_pool(texts, select.hygiene, references=references, seed=derive_seed(0, "quality", "hygiene"))
         dropped = cleaned.counts()
         ids, texts, domains = ([side[i] for i in cleaned.kept.tolist()] for side in (ids, texts, domains))

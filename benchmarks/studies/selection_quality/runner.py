@@ -1,4 +1,4 @@
-"""Runs a study of selectors: pool, features, selections, trials, final runs. Cells are files, `cells/<hash>.json`.
+"""Runs a study of selectors: pool, features, selections, trials, final runs. A cell leaves `cells/<key>/result.json`.
 
 Beside them lie the pool in `pool`, features in `features`, chosen rows in `selections`. Where a finished cell's rows
 are not there (its result was brought from elsewhere) and a run needs them, the cell runs again.
@@ -119,8 +119,8 @@ def _measure(root: Path, cell: Any, threads: int) -> Mapping[str, Any]:
         if isinstance(cell, PoolCell):
             return pool.store_pool(root, cell)
         if isinstance(cell, FeaturesCell):
-            found = pool.pool_vectors(root, cell)
-            return {"rows": len(found), "dim": int(found.shape[1])}
+            result = pool.pool_vectors(root, cell)
+            return {"rows": len(result), "dim": int(result.shape[1])}
         if isinstance(cell, SelectionCell):
             return choosing.choose(root, cell)
         return training.run_training(root, cell)
@@ -132,8 +132,8 @@ def run_study(plan: Plan, out: Path, *, jobs: int, console: Console) -> Outcome:
     Raises UserError if `out`, which the caller owns, holds something else, or where nothing can be evaluated.
     """
     claim_study(out, plan.resolved.to_yaml(), "study")
-    for made in ("pool", "selections"):
-        remove_leftovers(out / made)
+    for result in ("pool", "selections"):
+        remove_leftovers(out / result)
     stages = _Stages(plan, Runner(out / "cells", run_cell, jobs=jobs, console=console, label="quality"), out)
     stages.inputs()
     stages.tune()
@@ -167,14 +167,14 @@ class _Stages:
 
     def _check_pool(self) -> None:
         """Raise UserError for domains that the pool has not, and for budgets above it."""
-        kept, there = self.outcome.pool["kept"], self.outcome.pool["domains"]
+        size, there = self.outcome.pool["kept"], self.outcome.pool["domains"]
         for name, target in self.study.targets.items():
             for domain in set(target.domains) - set(there):
                 near = suggest_nearest(domain, there)
                 raise UserError(f"quality.targets.{name}.domains: the pool has no domain {domain!r}{near}")
-            if (largest := self.study.budgets_of(name)[-1]) > kept and self.study.unit == "passages":
+            if (largest := self.study.budgets_of(name)[-1]) > size and self.study.unit == "passages":
                 raise UserError(
-                    f"quality.budgets: {largest:,} for target {name} is above the {kept:,} passages of the cleaned "
+                    f"quality.budgets: {largest:,} for target {name} is above the {size:,} passages of the cleaned "
                     "pool; lower it"
                 )
 
@@ -197,8 +197,8 @@ class _Stages:
         for pair, grid in cells.items():
             o.trials[pair], o.chosen[pair], o.edge[pair] = self._best(grid, f"{pair[0]} on {pair[1]}")
         for target, grid in labelled.items():
-            found = self._best(grid, f"the fine-tune on {target}")
-            o.fine_tune_trials[target], o.fine_tune[target], o.fine_tune_edge[target] = found
+            result = self._best(grid, f"the fine-tune on {target}")
+            o.fine_tune_trials[target], o.fine_tune[target], o.fine_tune_edge[target] = result
 
     def _best(self, grid: Mapping[TrialSetting, TrainingCell], name: str) -> tuple[dict[float, Result], float, bool]:
         """(results by rate, the best rate, whether it is on an edge of those tried)."""

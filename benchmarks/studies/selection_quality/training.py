@@ -51,7 +51,7 @@ _WARM: OrderedDict[str, tuple[dict[str, Tensor], dict[str, Any]]] = OrderedDict(
 def run_training(root: Path, cell: TrainingCell) -> dict[str, Any]:
     """Figures of one run: `metrics`, per-item parts, and CPU-seconds by stage."""
     recipe = cell.recipe
-    train, judged, labels = split_rows(cell.rows, recipe.task, cell.judged)
+    train, evaluation, labels = split_rows(cell.rows, recipe.task, cell.judged)
     seconds: dict[str, float] = {}
     metrics: dict[str, float] = {}
     items: dict[str, Any] = {}
@@ -66,7 +66,7 @@ def run_training(root: Path, cell: TrainingCell) -> dict[str, Any]:
     warm, remembered = _warmed(root, cell, engine)
     lap("warm-up")
     if cell.kind != "fine-tune trial":
-        nats, tokens = _nats(cell, engine, judged)
+        nats, tokens = _nats(cell, engine, evaluation)
         metrics |= {"nats": nats.sum() / tokens.sum(), "perplexity": math.exp(nats.sum() / tokens.sum())}
         items["nats"] = round(math.fsum(round(n, 4) for n in nats.tolist()), 3), int(tokens.sum())
         lap("perplexity")
@@ -77,7 +77,7 @@ def run_training(root: Path, cell: TrainingCell) -> dict[str, Any]:
     if cell.form:
         plain = fresh_engine(recipe, _LANGUAGE, None)
         _warmed(root, cell, plain, form=True)
-        rows = [dataclasses.replace(r, values={**r.values, "text": plain_form(r.values["text"])}) for r in judged]
+        rows = [dataclasses.replace(r, values={**r.values, "text": plain_form(r.values["text"])}) for r in evaluation]
         nats, tokens = _nats(cell, plain, rows)
         metrics["form_nats"] = nats.sum() / tokens.sum()
         lap("plain form")
@@ -87,11 +87,11 @@ def run_training(root: Path, cell: TrainingCell) -> dict[str, Any]:
             _take_over(engine, warm[0])
         labelled = limit_rows(train, min(cell.rows.labels, len(train)), seed=derive_seed(cell.seed, "limit", "train"))
         settings: dict[str, Any] = {"max_length": recipe.train.max_length, "label_names": labels}
-        own, others = (_encoded(recipe, recipe.task, rows, **settings) for rows in (labelled, judged))
+        own, others = (_encoded(recipe, recipe.task, rows, **settings) for rows in (labelled, evaluation))
         train_examples(recipe, engine, own, recipe.task, recipe.optimizer, recipe.train)
         lap("fine-tune")
-        found, items["right"] = _classified(recipe, engine, others)
-        metrics |= found
+        result, items["right"] = _classified(recipe, engine, others)
+        metrics |= result
         lap("accuracy")
     about = warm[1] if warm else {}
     return {
@@ -139,10 +139,10 @@ def _warmed(
     else:
         rows = warmup.steps * warmup.batch_size * warmup.accumulate
         tokenizer = kept_tokenizer(recipe.backbone)
-        found = packed_rows(texts, tokenizer, rows=rows, length=cell.packed, seed=derive_seed(cell.seed, "stream"))
-        train_examples(recipe, engine, found.examples, _LANGUAGE, optimizer, train)
+        result = packed_rows(texts, tokenizer, rows=rows, length=cell.packed, seed=derive_seed(cell.seed, "stream"))
+        train_examples(recipe, engine, result.examples, _LANGUAGE, optimizer, train)
         adapter = {name: tensor.detach().clone() for name, tensor in lora_only(trainable(engine.model)).items()}
-        about = {"passages": found.passages, "tokens": found.tokens, "epochs": round(found.epochs, 3)}
+        about = {"passages": result.passages, "tokens": result.tokens, "epochs": round(result.epochs, 3)}
         _WARM[key] = adapter, about
         if len(_WARM) > _KEPT:
             _WARM.popitem(last=False)

@@ -15,7 +15,6 @@ from flatshift.experiments.report.chapters import (
     run,
     selection,
     sharpness,
-    study,
     sweep,
     tokenizer,
 )
@@ -26,7 +25,6 @@ PARTS = (
     comparison.part,
     evaluation.part,
     tokenizer.part,
-    study.part,
     run.part,
     predictions.part,
     sharpness.part,
@@ -71,12 +69,10 @@ def _run_facts(run: RunResults) -> list[tuple[str, str]]:
 
 
 def _recipe_name(run: RunResults) -> str:
-    """Return the recipe's name: as recorded by a sweep or study, else from `extends`, else from the command line."""
+    """Return the recipe's name: as recorded by a sweep, else from `extends`, else from the command line."""
     plan = run.path / "sweep.json"
     if plan.is_file():
         return str(read_object(plan).get("recipe", ""))
-    if run.study is not None and run.study.about.get("recipe"):
-        return str(run.study.about["recipe"])
     if run.recipe.get("extends"):
         return str(run.recipe["extends"])
     words = run.command.split()

@@ -34,7 +34,7 @@ def _part(document: Document) -> ChapterPart:
         sections.append(_few_shot_section(document["few_shot"]))
     if grouped:
         for split in document["rows"]:
-            sections += _group_sections(document, grouped, split)
+            sections += _group_sections(grouped, split)
     sections.append(Section("What to know", [Notes(document["notes"])]))
     facts = [
         ("rows", ", ".join(f"{n:,} {split}" for split, n in document["rows"].items())),
@@ -123,7 +123,7 @@ def _few_shot_section(few_shot: Document) -> Section:
     return Section("How it was asked", blocks, lead)
 
 
-def _group_sections(document: Document, grouped: Document, split: str) -> list[Section]:
+def _group_sections(grouped: Document, split: str) -> list[Section]:
     sections = []
     families = grouped["families"]
     ordered = [(family, group) for family, members in families.items() for group in members] or [

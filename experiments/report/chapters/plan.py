@@ -88,6 +88,4 @@ def _mesh_section(layouts: Sequence[Mapping[str, Any]], best: int) -> Section:
 
 
 def _mesh_remark(layout: Mapping[str, Any], best: Mapping[str, Any]) -> str:
-    if not layout["trainable"]:
-        return " (not in training yet)"
     return " (chosen)" if layout is best and layout["fits"] else ""

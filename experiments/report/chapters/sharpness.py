@@ -6,6 +6,8 @@ import math
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from flatshift.experiments.report import formats
 from flatshift.experiments.report.blocks import ChapterPart, ChartGroup, Notes, Section, Table
 from flatshift.experiments.report.figure import Canvas, Chart, colour, label_ends
@@ -129,8 +131,6 @@ def _line_chart(space: str, slices: dict[str, Any], loss_unit: str) -> Chart:
 
 def _contour_chart(space: str, slices: dict[str, Any], loss_unit: str) -> Chart | None:
     """Draw contours of the loss in the plane of two random directions; None if not all are finite or all are equal."""
-    import numpy as np
-
     name, token = _SPACES[space]
     at = np.array(slices["at"])
     losses = np.array([[np.nan if v is None else v for v in row] for row in slices["losses"]], dtype=float)

@@ -6,12 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from flatshift.experiments.report import formats
 from flatshift.experiments.report.figure import Canvas, Chart, colour
 from flatshift.experiments.results.table import Setting, SweepTable
 
 if TYPE_CHECKING:
-    import numpy as np
     from matplotlib.axes import Axes
 
 _LEVELS = 12
@@ -30,8 +31,6 @@ def heat_maps(
 ) -> list[Chart]:
     """Draw the mean of each metric over the values of two axes, one map each, all with one colour scale. The contour of
     train error = ε is drawn on every map if the train error is on both sides of it."""
-    import numpy as np
-
     start = 1 if x == "step" and 0 in table.values(x) else 0  # step 0, before any training
     values = (table.values(x)[start:], table.values(y))
     grids = {column: table.grid(column, x, y, setting)[:, start:] for column in columns if table.has(column)}
@@ -83,7 +82,6 @@ def _shade_alpha(level: int) -> float:
 
 def _draw_cells(ax: Axes, share: np.ndarray) -> None:
     """Draw the cells, those of one shade as one path."""
-    import numpy as np
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
 
@@ -101,7 +99,6 @@ def _draw_cells(ax: Axes, share: np.ndarray) -> None:
 
 def _write_values(ax: Axes, grid: np.ndarray, *, lowest: bool) -> None:
     """Write the values into the cells and frame the lowest one."""
-    import numpy as np
     from matplotlib.patches import Rectangle
 
     best = np.unravel_index(int(np.nanargmin(grid)), grid.shape) if lowest else None
@@ -119,8 +116,6 @@ def _write_values(ax: Axes, grid: np.ndarray, *, lowest: bool) -> None:
 
 def _draw_contour(ax: Axes, fitted: np.ndarray, epsilon: float) -> bool:
     """Draw the line train error = ε through the cell centres up to the border; return True if it was drawn."""
-    import numpy as np
-
     finite = fitted[np.isfinite(fitted)]
     if min(fitted.shape) < 2 or not len(finite) or not finite.min() <= epsilon < finite.max():
         return False

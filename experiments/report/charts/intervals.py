@@ -13,7 +13,7 @@ from flatshift.experiments.report.formats import mean_and_interval
 
 @dataclass(frozen=True)
 class IntervalRow:
-    """One value with its interval and a text at its right. singles: drawn as small dots below it."""
+    """One value with its interval and a text at its right."""
 
     name: str
     value: float
@@ -22,7 +22,6 @@ class IntervalRow:
     text: str
     token: str
     hollow: bool = False
-    singles: Sequence[float] = ()
 
 
 def interval_chart(
@@ -37,11 +36,10 @@ def interval_chart(
     left: float,
     right: float,
     zero: bool = False,
-    rule: float | None = None,
     note: tuple[str, str] | None = None,
 ) -> Chart:
     """Draw the rows from top to bottom; a text among them is a heading. zero: draw a line at 0, the reference of
-    differences. rule: a level marked by a dashed line. note: (text, colour) below the axis."""
+    differences. note: (text, colour) below the axis."""
     with Canvas(width, height) as canvas:
         ax = canvas.axes(left=left, right=right, top=20, bottom=42, x=x)
         use_vertical_grid(ax)
@@ -57,11 +55,8 @@ def interval_chart(
         ax.margins(x=0.06)
         if width < WIDE:
             ax.locator_params(axis="x", nbins=6)
-        if rule is not None:
-            ax.axvline(rule, color=colour("ink"), linewidth=1.4, linestyle=(0, (3, 2)))
         if note is not None:
-            weight = "normal" if note[1] == "muted" else "bold"
-            canvas.text(left, height - 9, note[0], colour=note[1], weight=weight)
+            canvas.text(left, height - 9, note[0], colour=note[1], weight="bold")
         return canvas.chart(name, title=title, caption=caption)
 
 
@@ -97,14 +92,12 @@ def use_vertical_grid(ax: Any) -> None:
 
 
 def draw_row(ax: Any, row: IntervalRow, y: float) -> None:
-    """Draw a dot on row `y` with its interval as a bar, its single values, and its text."""
+    """Draw a dot on row `y` with its interval as a bar, and its text."""
     token = colour(row.token)
     if row.low is not None and row.high is not None and math.isfinite(row.low) and math.isfinite(row.high):
         ax.plot([row.low, row.high], [y, y], color=token, linewidth=3, alpha=0.45, solid_capstyle="round")
     face = colour("surface") if row.hollow else token
     ax.plot([row.value], [y], "o", markersize=8, markerfacecolor=face, markeredgecolor=token, markeredgewidth=2)
-    if row.singles:
-        ax.plot(list(row.singles), [y + 0.3] * len(row.singles), "o", markersize=3, color=token, alpha=0.7)
     annotate_row(ax, y, row.text, row.token, fontweight="bold")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from flatshift.experiments.report import formats
 from flatshift.experiments.report.charts.intervals import annotate_row, label_rows, use_vertical_grid
 from flatshift.experiments.report.figure import WIDE, Canvas, Chart, colour, draw_dots, label_ends
@@ -12,8 +14,6 @@ from flatshift.experiments.results.run import SelectionResults
 
 def score_histogram(selection: SelectionResults) -> Chart | None:
     """Draw the pool's scores with the selected part filled and the threshold marked."""
-    import numpy as np
-
     score, chosen = selection.scores
     if len(score) == 0:
         return None

@@ -20,6 +20,7 @@ import numpy as np
 from flatshift.experiments.recipe import Resolved, from_override, recipe_key
 from flatshift.experiments.recipe.auto import resolve_auto
 from flatshift.experiments.recipe.resolve import resolve_tree
+from flatshift.experiments.recipe.rules import CELL_RULES, check_recipe, check_rules
 from flatshift.experiments.recipe.schema import Comparison, Recipe, StudyTask, short_hash
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.studies.cell import Cell, file_digest, settings_digests
@@ -27,8 +28,10 @@ from flatshift.experiments.studies.compare.tuning import TrialSetting, first_tri
 from flatshift.experiments.studies.study import filter_by_flag, locate_file, study_recipe
 from flatshift.finetune.atomic import remove_leftovers, write_text
 from flatshift.finetune.data.config import Files, TrainFiles
+from flatshift.finetune.data.rows import limit_rows, read_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.seeds import derive_seed
+from flatshift.regularizers import build
 from flatshift.regularizers.config import RegularizerConfig
 
 if TYPE_CHECKING:
@@ -127,9 +130,7 @@ class ComparisonPlan:
 
     def check(self) -> None:
         """Raise UserError for runs that cannot work here, as `flatshift train` does."""
-        from flatshift.experiments.recipe.rules import CELL_RULES, check_recipe, check_rules
         from flatshift.finetune.train.stage import check_metric
-        from flatshift.regularizers import build
 
         for method, regularizer in self._tried:
             try:
@@ -257,9 +258,10 @@ class TaskRows:
     classes: tuple[str, ...] | None
 
     def write(self, folder: Path) -> None:
-        """Write one file per split."""
+        """Write one file per split, without the column that names it."""
         for split in ("train", "validation", "test"):
-            lines = [json.dumps(record, ensure_ascii=False, default=str) for record in getattr(self, split)]
+            records = [{key: record[key] for key in record if key != _SPLIT} for record in getattr(self, split)]
+            lines = [json.dumps(record, ensure_ascii=False, default=str) for record in records]
             write_text(folder / f"{split}.jsonl", "\n".join(lines) + "\n")
 
     def apply_to(self, recipe: Recipe, own: StudyTask, folder: Path, evaluated: EvaluationRows) -> Recipe:
@@ -280,8 +282,6 @@ def read_task_rows(file: str, recipe: Recipe, own: StudyTask) -> TaskRows:
     Validation rows come from the training split, so that the official development split, if it serves as test, is seen
     only once. Raises UserError for bad rows, rows without a `split`, or too few of them.
     """
-    from flatshift.finetune.data.rows import limit_rows, read_rows
-
     task, data = recipe.task, recipe.data
     options: dict[str, Any] = {"required": task.columns(), "label": task.read_label, "bad_rows": data.bad_rows}
     rows = list(read_rows([file], columns=data.columns, skipped=[], **options))
@@ -358,7 +358,8 @@ def _measure_sharpness(
     from flatshift.finetune.compute.numerics import evaluation_mode
     from flatshift.finetune.compute.precision import autocast
     from flatshift.finetune.data.eval_batching import EvalBatching
-    from flatshift.regularizers.sharpness import FullSpace, LossFunction, expected_rise
+    from flatshift.regularizers.sharpness.measures import expected_rise
+    from flatshift.regularizers.sharpness.spaces import FullSpace, LossFunction
 
     rows = [prepared.train[i] for i in range(min(_ROWS, len(prepared.train)))]
     batches = list(EvalBatching.of(tokenizer, batch_size=recipe.eval.batch_size).batches(rows, recipe.task))

@@ -7,13 +7,13 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.redaction import hide_secrets
-
-if TYPE_CHECKING:
-    import numpy as np
+from flatshift.finetune.seeds import numpy_generator
 
 Design = Literal["grid", "paired", "random"]
 
@@ -145,8 +145,6 @@ def generate_points(
 
 
 def _draw_points(axes: Mapping[str, Values], count: int, seed: int) -> Iterator[dict[str, Any]]:
-    from flatshift.finetune.seeds import numpy_generator
-
     if count < 1:
         raise UserError(f"--points must be at least 1, got {count}")
     possible = math.prod(_axis_size(values) for values in axes.values())

@@ -11,11 +11,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.results.cells import EMC as EMC_FILE
 from flatshift.experiments.results.cells import read_result
+from flatshift.experiments.statistics.emc import EMC, effective_model_complexity
 from flatshift.experiments.studies.cell import Cell, point_label
 from flatshift.experiments.studies.sweep.axes import ValueRange, parse_range
 from flatshift.experiments.studies.sweep.sweep_plan import SweepBase
@@ -23,9 +24,6 @@ from flatshift.experiments.studies.sweep.table import Row, final_metrics
 from flatshift.finetune.atomic import write_json
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.run_directory import disk_full_interrupts
-
-if TYPE_CHECKING:
-    from flatshift.experiments.statistics.emc import EMC
 
 KEY = "data.train.limit"
 _EPSILON = 0.1
@@ -86,7 +84,6 @@ class _PointSearch:
 
     def step(self, errors: Mapping[str, float]) -> list[Cell]:
         """Return the cells needed to continue; none when done."""
-        from flatshift.experiments.statistics.emc import effective_model_complexity
 
         def train_error(rows: int, seed: int) -> float:
             group = self.tried.get(rows)

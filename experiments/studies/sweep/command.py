@@ -15,14 +15,15 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flatshift.experiments.recipe import Resolved
 from flatshift.experiments.recipe.resolve import describe_held_out_rows
+from flatshift.experiments.recipe.rules import check_recipe
 from flatshift.experiments.recipe.schema import SweepConfig, SweepOptions
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.results.cells import RESULT
-from flatshift.experiments.run.console import Console
+from flatshift.experiments.run.console import Console, Draw
 from flatshift.experiments.statistics.peak import InterimLook, plan_looks
 from flatshift.experiments.studies.cell import Cell
 from flatshift.experiments.studies.directory import read_results, stale_keys, write_done
@@ -37,9 +38,6 @@ from flatshift.finetune.config import TraceRecording
 from flatshift.finetune.errors import Interrupted, UserError
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.run_directory import RECIPE, disk_full_interrupts
-
-if TYPE_CHECKING:
-    from flatshift.experiments.run.console import Draw
 
 MAX_CELLS = 10_000
 """Of a plan by default: planning takes a millisecond each, a run some seconds."""
@@ -289,8 +287,6 @@ class _SweepRequest:
 
 def _could_record(request: _SweepRequest) -> bool:
     """Return True if the cells record nothing along the steps, but could."""
-    from flatshift.experiments.recipe.rules import check_recipe
-
     recipe = request.base.recipe
     if recipe.record is not None or any(key.partition(".")[0] == "record" for key in request.axes):
         return False

@@ -23,7 +23,6 @@ from flatshift.experiments.results.cells import (
     POINTS,
     flatshift_version,
     read_marker,
-    result_files,
     source_digest,
 )
 from flatshift.experiments.run.console import Console
@@ -32,7 +31,6 @@ from flatshift.experiments.studies.directory import WORKERS, read_results
 from flatshift.experiments.studies.leases import CLAIMS, claim_holder, list_claims
 from flatshift.finetune.atomic import (
     atomic_directory,
-    atomic_file,
     has_only_leftovers,
     make_directory,
     remove_leftovers,
@@ -159,7 +157,8 @@ def merge_parts(out: Path, cells: Sequence[Cell], sources: Sequence[Path], conso
         new = read_results(source, [cell for key, cell in planned.items() if key not in finished])
         with disk_full_interrupts(f"writing {out}"):
             for key in new:
-                _copy_cell(source / "cells" / key, out / "cells" / key)
+                with atomic_directory(out / "cells" / key) as temporary:
+                    shutil.copytree(source / "cells" / key, temporary, dirs_exist_ok=True)
         finished |= new
         console.say(f"{source}: {len(new)} cells of this plan that were not there yet")
     missing = [cell for key, cell in planned.items() if key not in finished]
@@ -168,13 +167,3 @@ def merge_parts(out: Path, cells: Sequence[Cell], sources: Sequence[Path], conso
             f"--merge: {len(missing)} of {len(planned)} cells are in none of the directories, for example "
             f"{missing[0].label}; name the parts that have them, or leave --merge out to run them here"
         )
-
-
-def _copy_cell(source: Path, target: Path) -> None:
-    for file, copy in zip(result_files(source)[1:], result_files(target)[1:], strict=True):
-        if file.is_file():  # a result without its run
-            with atomic_file(copy) as temporary:
-                shutil.copyfile(file, temporary)
-    if source.is_dir():
-        with atomic_directory(target) as temporary:
-            shutil.copytree(source, temporary, dirs_exist_ok=True)

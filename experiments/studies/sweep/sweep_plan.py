@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from flatshift.experiments.recipe import Resolved, from_override
+from flatshift.experiments.recipe.auto import resolve_auto_tree
 from flatshift.experiments.recipe.resolve import apply_overrides, get_dotted, recipe_tree, resolve_tree
+from flatshift.experiments.recipe.rules import CELL_RULES, check_recipe, check_rules
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch, Leaf, Tree, parse
 from flatshift.experiments.studies.cell import Cell, make_cell, point_label
 from flatshift.experiments.studies.sweep.axes import Axes, Design, ValueRange, Values, generate_points
 from flatshift.finetune.errors import UserError
+from flatshift.finetune.seeds import derive_seed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +39,6 @@ class SweepBase:
 
     def settled(self, *, earlier: Path, log: Callable[[str], None]) -> SweepBase:
         """Return the same with its precision resolved, as `flatshift.experiments.recipe.auto.resolve_auto` does."""
-        from flatshift.experiments.recipe.auto import resolve_auto_tree
-
         tree = resolve_auto_tree(self.tree, name=self.name, previous=earlier, log=log)
         return SweepBase(tree, self.name, resolve_tree(tree, (), name=self.name))
 
@@ -48,7 +49,6 @@ class SweepBase:
         from flatshift.experiments.data.sources import epochs_to_steps
         from flatshift.experiments.data.splits import prepare_data
         from flatshift.experiments.workflows.run_parts import FINE_TUNE
-        from flatshift.finetune.seeds import derive_seed
 
         rows, seed = prepare_data(self.recipe).train, derive_seed(self.recipe.train.seed, FINE_TUNE)
         resolved = epochs_to_steps(self.resolved, rows, seed=seed)
@@ -135,7 +135,6 @@ class SweepBase:
         """Yield every point under every seed: the recipe's own train.seed, the next one, … Raises UserError for a point
         that is not a valid run, and for two that would be the same run."""
         from flatshift.experiments.data.sources import list_source_files
-        from flatshift.experiments.recipe.rules import CELL_RULES, check_recipe, check_rules
 
         labels: dict[str, str] = {}
         first_seed = self.recipe.train.seed

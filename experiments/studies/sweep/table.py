@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatshift.experiments.results.cells import CELLS, CURVES, POINTS, read_result, unreached_status
+from flatshift.experiments.results.cells import CELLS, CURVES, POINTS, read_result, result_metrics, unreached_status
 from flatshift.experiments.studies.cell import Cell
 from flatshift.finetune.atomic import atomic_file
+from flatshift.finetune.train.trace.files import align_to_plan, read_trace, recorded_steps
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -33,8 +34,6 @@ def write_table(out: Path, cells: Sequence[Cell], *, columns: Mapping[str, Row] 
     ones of a cell's row, by its key.
     """
     import pyarrow.parquet as pq
-
-    from flatshift.finetune.train.trace.files import read_trace
 
     rows: list[Row] = []
     finished, curves = ColumnTable(), ColumnTable()
@@ -73,15 +72,11 @@ def final_metrics(directory: Path) -> Row:
     result = read_result(directory)
     if result is None or result["status"] != "done":
         return {}
-    from flatshift.finetune.train.trace.files import read_trace
-
     return _measured_metrics(result, read_trace(directory))
 
 
 def _planned_trace(cell: Cell, result: Mapping[str, Any], trace: Sequence[Row]) -> list[Row]:
     """Return a cell's trace at the steps that its recipe records; steps it did not reach are marked."""
-    from flatshift.finetune.train.trace.files import align_to_plan, recorded_steps
-
     recipe = cell.resolved.recipe
     if recipe.record is None or (result["status"] == "done" and not trace):
         return list(trace)
@@ -94,13 +89,7 @@ def _measured_metrics(result: Mapping[str, Any], trace: Sequence[Row]) -> Row:
     best = result.get("best_step")
     lines = trace[-1:] if best is None else [line for line in trace if line["step"] == best]
     row = {key: value for key, value in lines[-1].items() if key not in _PROGRESS} if lines else {}
-    for split, metrics in result["metrics"].items():
-        values = {name: metric["value"] for name, metric in metrics.items()}
-        row |= {f"{split}.{name}": None if value is None else float(value) for name, value in values.items()}
-        if "accuracy" in metrics and metrics["accuracy"]["value"] is not None:
-            row[f"{split}.error"] = 1.0 - float(metrics["accuracy"]["value"])
-            row[f"{split}.error.items"] = metrics["accuracy"].get("n")
-    return row
+    return row | result_metrics(result)
 
 
 class ColumnTable:

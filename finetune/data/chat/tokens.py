@@ -14,11 +14,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ..encoding import find_sufficient_size, is_far_longer
+from .answers import RenderedConversation, Span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from .answers import RenderedConversation, Span
 
 _AROUND = (64, 128)
 """Characters on each side of an edge by which it is known to lie between tokens."""

@@ -8,9 +8,7 @@ tensors: names keep the whole model's block numbers, and modules of other stages
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -21,16 +19,8 @@ from ...models.anatomy import ModelParts
 from ...models.checkpoint import canonical_name
 from ...models.families import BlockStack
 from ..mesh import ProcessMesh
-from .pipeline_plan import stages_of, virtual_stages
+from ..pipeline_plan import BlockCosts, split_blocks, stages_of, virtual_stages
 from .stage import OtherStageBlock, PositionBiasBlock, StageInput, StageModules, StageOutput
-
-
-@dataclass(frozen=True)
-class BlockCosts:
-    """Floating-point operations per token of one training step; `last`: of the head, which only the last stage has."""
-
-    blocks: tuple[float, ...]
-    last: float
 
 
 def stage_costs(model: nn.Module, *, tokens: int = 0) -> BlockCosts:
@@ -54,35 +44,6 @@ def _matrix_cost(module: nn.Module) -> float:
             if p.ndim == 2 and id(p) not in lookups
         )
     )
-
-
-def split_blocks(costs: BlockCosts, stages: int) -> list[range]:
-    """Return runs of blocks, one per stage and none empty, that minimise the cost of the most expensive one; then the
-    most even such runs. Raises UserError for more stages than blocks."""
-    n = len(costs.blocks)
-    if stages > n:
-        raise UserError(
-            f"mesh.pp, mesh.virtual: {stages} stages are more than the model's {n} blocks; set mesh.pp × mesh.virtual "
-            f"to at most {n}"
-        )
-    sums = [0.0]
-    for cost in costs.blocks:
-        sums.append(sums[-1] + cost)
-    sums[-1] += costs.last
-    # best[k]: (most expensive stage, sum of squares, borders) of the first k blocks over the stages so far
-    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
-    for stage in range(1, stages + 1):
-        ends = [n] if stage == stages else range(stage, n - (stages - stage) + 1)
-        best = {
-            end: min(
-                (max(dearest, sums[end] - sums[start]), squares + (sums[end] - sums[start]) ** 2, (*borders, end))
-                for start, (dearest, squares, borders) in best.items()
-                if start < end
-            )
-            for end in ends
-        }
-    borders = best[n][2]
-    return [range(start, stop) for start, stop in pairwise(borders)]
 
 
 def check_pipeline(model: nn.Module, *, pp: int, virtual: int | None, schedule: str) -> None:

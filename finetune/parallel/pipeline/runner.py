@@ -28,7 +28,7 @@ from ...models.anatomy import ModelParts
 from ...tasks import Task
 from ..context import ContextParallel
 from ..mesh import DATA, ProcessMesh
-from .pipeline_plan import pieces_per_micro, round_up_pieces, stages_of, virtual_stages
+from ..pipeline_plan import pieces_per_micro, round_up_pieces, stages_of, virtual_stages
 from .stage import OtherStageBlock, StageModel, StageModules
 from .stage_transport import PipelineEvalModel, StageTransport
 

@@ -15,7 +15,7 @@ from ...config import Mesh
 from ...errors import UserError
 from ...models.anatomy import NAMES
 from ..mesh import TOKENS, ProcessMesh
-from .pipeline_plan import rank_of
+from ..pipeline_plan import rank_of
 from .stage import StageContext, StageModel, StageModules
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)

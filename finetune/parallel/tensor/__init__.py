@@ -5,8 +5,8 @@ adapters. With sequence parallelism (Korthikanti et al. 2205.05198) the residual
 tokens.
 """
 
-from .apply import tensor_parallel
+from .apply import split_tied_vocabulary, tensor_parallel
 from .plans import check_tensor_plan
 from .vocabulary import VocabularySlice
 
-__all__ = ["VocabularySlice", "check_tensor_plan", "tensor_parallel"]
+__all__ = ["VocabularySlice", "check_tensor_plan", "split_tied_vocabulary", "tensor_parallel"]

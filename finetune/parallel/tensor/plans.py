@@ -12,7 +12,7 @@ from torch import nn
 
 from ...errors import UserError
 from ...models.anatomy import is_linear, unwrap_peft
-from ...models.families import TensorParallelRegion, TensorPlan, tensor_plan
+from ...models.families import ExpertRegion, TensorParallelRegion, TensorPlan, tensor_plan
 
 
 @dataclass
@@ -41,6 +41,31 @@ class MatchedRegion:
 
 
 @dataclass
+class MatchedExperts:
+    """Stacked experts of one block, inside the layers of PEFT that adapt them."""
+
+    region: ExpertRegion
+    name: str
+    block: nn.Module
+    """The module with the experts and their router."""
+    outer: nn.Module
+
+    @property
+    def adapters(self) -> dict[str, Any]:
+        """Return PEFT's nested layers by the parameter that each adapts."""
+        layers, layer = {}, self.outer
+        while hasattr(layer, "lora_A"):
+            layers[str(layer.parameter_name)] = layer
+            layer = layer.base_layer  # type: ignore[assignment]
+        return layers
+
+    @property
+    def experts(self) -> Any:
+        """Return the module that has the parameters."""
+        return self.outer.get_base_layer() if hasattr(self.outer, "lora_A") else self.outer  # type: ignore[operator]
+
+
+@dataclass
 class PlanMatch:
     """Modules of this model (or pipeline stage) that match a plan, in order."""
 
@@ -51,11 +76,16 @@ class PlanMatch:
     regions: list[MatchedRegion] = field(default_factory=list)
     biases: list[tuple[TensorParallelRegion, nn.Module]] = field(default_factory=list)
     """Entry modules with a bias to slice: also of a block of which a pipeline stage has nothing else."""
+    experts: list[MatchedExperts] = field(default_factory=list)
+    whole: list[str] = field(default_factory=list)
+    """Linear layers between the regions of a mixture of experts, whole on every rank."""
     embeddings: dict[str, nn.Embedding] = field(default_factory=dict)
     wrapped: dict[str, nn.Module] = field(default_factory=dict)
     """Embeddings or an output head wrapped by PEFT."""
     head: nn.Linear | None = None
     norm: nn.Module | None = None
+    depth: int = 0
+    """Blocks of the whole model."""
 
 
 def match_plan(model: nn.Module) -> PlanMatch:
@@ -66,7 +96,7 @@ def match_plan(model: nn.Module) -> PlanMatch:
     plan = tensor_plan(base.config.model_type)
     heads = base.config.num_attention_heads
     attention = heads, getattr(base.config, "num_key_value_heads", None) or heads
-    match = PlanMatch(plan, attention)
+    match = PlanMatch(plan, attention, depth=base.config.num_hidden_layers)
     for name, module in base.named_modules():
         has_parameters = any(True for _ in module.parameters())
         if _has_suffix(name, plan.blocks) and has_parameters:
@@ -74,15 +104,19 @@ def match_plan(model: nn.Module) -> PlanMatch:
             match.biases += [(r, modules[r.entry]) for r in plan.regions if r.bias and f"{r.entry}.{r.bias}" in modules]
             if any(True for _ in linear_layers(module)):
                 match.blocks[name] = module
-                match.regions += _match_regions(plan, name, modules, attention)
+                match.experts += _match_experts(plan, name, modules)
+                match.regions += _match_regions(match, name, modules)
         elif any(_has_suffix(name, suffix) for suffix in plan.embeddings):
             if isinstance(module, nn.Embedding):
                 match.embeddings[name] = module
             else:
                 match.wrapped[name] = module
-        elif plan.norm is not None and _has_suffix(name, plan.norm) and not name.startswith(tuple(match.blocks)):
+        elif plan.norm and _has_suffix(name, plan.norm) and not name.startswith(tuple(match.blocks)):
             match.norm = module if "Norm" in type(module).__name__ else None  # another stage's is replaced
-    head = base.get_output_embeddings() if plan.embeddings else None
+    try:
+        head = base.get_output_embeddings() if plan.embeddings else None
+    except AttributeError:  # on another pipeline stage
+        head = None
     if isinstance(head, nn.Linear):
         match.head = head
     elif head is not None:
@@ -100,13 +134,25 @@ def linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, child
 
 
-def _match_regions(
-    plan: TensorPlan, block: str, modules: dict[str, nn.Module], attention: tuple[int, int]
-) -> list[MatchedRegion]:
+def _match_experts(plan: TensorPlan, block: str, modules: dict[str, nn.Module]) -> list[MatchedExperts]:
+    return [
+        MatchedExperts(region, f"{block}.{region.entry}", modules[region.block], modules[region.entry])
+        for region in plan.experts
+        if region.entry in modules
+    ]
+
+
+def _match_regions(match: PlanMatch, block: str, modules: dict[str, nn.Module]) -> list[MatchedRegion]:
+    plan = match.plan
     present = [region for region in plan.regions if region.entry in modules and region.row in modules]
     known = {layer for region in present for layer in (*region.columns, region.row)}
+    known |= {region.entry for region in plan.experts}
     foreign = [layer for layer, _ in linear_layers(modules[""]) if layer not in known]
-    if foreign or len(present) < 2:
+    if plan.experts:
+        entries = tuple(f"{region.entry}." for region in present)
+        match.whole += [f"{block}.{layer}" for layer in foreign if not layer.startswith(entries)]
+        foreign = [layer for layer in foreign if layer.startswith(entries)]
+    if foreign or (len(present) < 2 and not plan.experts):
         raise UserError(
             f"mesh.tp: {block}.{foreign[0] if foreign else plan.regions[0].entry} of this model is not as the "
             "tensor-parallel plan of its type expects; leave mesh.tp at 1 and use mesh.dp"
@@ -118,7 +164,7 @@ def _match_regions(
             {layer: modules[layer] for layer in region.columns if layer in modules},
             modules[region.row],
             block,
-            attention,
+            match.attention,
         )
         for region in present
     ]
@@ -144,8 +190,13 @@ def check_tensor_plan(model: nn.Module, *, tp: int, sequence_parallel: bool) -> 
     base, match = unwrap_peft(model), match_plan(model)
     if sequence_parallel and not match.plan.sequence_parallel:
         raise UserError(
-            "mesh.sequence_parallel: no plan says after which norm the tokens of model type "
-            f"{base.config.model_type!r} are whole again; leave it off"
+            f"mesh.sequence_parallel: the tokens of model type {base.config.model_type!r} cannot be split: "
+            f"{match.plan.whole}; leave it off"
+        )
+    if sequence_parallel and (outside := _find_outside(match)) is not None:
+        raise UserError(
+            f"mesh.sequence_parallel: {outside} of this mixture of experts is whole on every rank of mesh.tp and takes "
+            "all tokens; leave it off"
         )
     if (misfit := _find_misfit(match, tp)) is not None:
         fitting = (n for n in range(1, match.attention[0] + 1) if _find_misfit(match, n) is None)
@@ -165,6 +216,14 @@ def check_tensor_plan(model: nn.Module, *, tp: int, sequence_parallel: bool) -> 
                 f"mesh.tp: {name} trains or has an adapter, but the vocabulary is cut along tp only where it is "
                 "frozen; take it out of adapter.targets, or leave mesh.tp at 1"
             )
+
+
+def _find_outside(match: PlanMatch) -> str | None:
+    """Return a layer of a mixture of experts that is whole on every rank, outside of the experts' own modules."""
+    inside = tuple(
+        f"{experts.name.removesuffix(experts.region.entry)}{experts.region.block}." for experts in match.experts
+    )
+    return next((name for name in match.whole if not name.startswith(inside)), None)
 
 
 def _find_misfit(match: PlanMatch, tp: int) -> str | None:
@@ -193,6 +252,10 @@ def _find_misfit(match: PlanMatch, tp: int) -> str | None:
         columns: list[Any] = [getattr(layer, "base_layer", layer) for layer in matched.columns.values()]
         if matched.region.gathered and any(size % tp for size in (channels, *(x.out_features for x in columns))):
             return f"does not divide the {channels} {sizes[-1][0]}"
+    for matched_experts in match.experts:
+        for name, dim, fused in matched_experts.region.parameters:
+            size = getattr(matched_experts.experts, name).shape[dim] // fused
+            sizes.append((f"channels of {matched_experts.name}.{name}", size))
     for name, size in sizes:
         if -(-size // tp) * (tp - 1) >= size:
             return f"leaves a rank without any of the {size} {name}"
@@ -200,10 +263,10 @@ def _find_misfit(match: PlanMatch, tp: int) -> str | None:
 
 
 def _check_layer(name: str, layer: Any) -> None:
-    if getattr(layer, "lora_variant", None):
+    if len(getattr(layer, "lora_variant", ())) > len(getattr(layer, "lora_magnitude_vector", ())):
         raise UserError(
-            f"mesh.tp: the adapter of {name} is a LoRA variant (DoRA) whose norms need whole rows; set adapter.dora "
-            "to false or leave mesh.tp at 1"
+            f"mesh.tp: the adapter of {name} is a LoRA variant other than DoRA, which cannot be cut along tp; leave "
+            "mesh.tp at 1"
         )
     base = getattr(layer, "base_layer", layer)
     whole = [p for n, p in layer.named_parameters() if p.requires_grad and ".lora_" not in f".{n}"]

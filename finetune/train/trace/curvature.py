@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from flatshift.regularizers.layers.adapters import AdapterParameters
 from flatshift.regularizers.layers.frozen import is_quantised
-from flatshift.regularizers.sharpness import AdapterSpace, Hessian, LossFunction, Sharpness, Space, lanczos, measure
-from flatshift.regularizers.sharpness.spaces import Loss, Purpose
+from flatshift.regularizers.sharpness import Sharpness, measure
+from flatshift.regularizers.sharpness.measures import Hessian, lanczos
+from flatshift.regularizers.sharpness.spaces import AdapterSpace, Loss, LossFunction, Purpose, Space
 
 from ...compute.loss import Head, batch_loss
 from ...compute.micro_batch import MicroBatch

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from flatshift.regularizers.config import RegularizerError
 from flatshift.regularizers.sharpness.spaces import Loss
 
 from ...atomic import write_json
@@ -27,6 +28,7 @@ from ..checkpointer import TrainingState
 from ..optimizer import AdapterOptimizer
 from ..schedule import Schedule
 from ..stage import TrainingStage
+from .curvature import mean_loss
 from .examples import Recording, score_examples, split_metrics
 from .factors import AdaptedLayers, adapter_metrics, global_norm, gradient_norms, is_factor_a, is_factor_b
 from .files import ABOUT, recorded_steps, stability_threshold
@@ -122,8 +124,6 @@ class Recorder:
         return metrics
 
     def _curvature(self, rows: Sequence[Example], step: int) -> dict[str, float | None]:
-        from flatshift.regularizers.config import RegularizerError
-
         from .curvature import FIRST, curvature_metrics, format_rate_line, mean_squared_gradients
 
         stage, model, parameters = self._stage, self._engine.model, self._engine.parameters
@@ -149,7 +149,5 @@ class Recorder:
         return metrics
 
     def _loss(self, batches: Iterable[MicroBatch]) -> Loss:
-        from .curvature import mean_loss
-
         micros = [micro.to(self._engine.device) for micro in batches]
         return mean_loss(self._engine.model, micros, task=self._stage.task, head=self._head)

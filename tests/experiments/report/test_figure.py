@@ -1,4 +1,4 @@
-"""What the charts are computed from: studies, the map, formats and the figure helper."""
+"""What the charts are computed from: the map, formats and the figure helper."""
 
 import json
 import math
@@ -8,29 +8,9 @@ import numpy as np
 import pytest
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.chapters.study import arm_contrasts, study_finding
 from flatshift.experiments.report.figure import PALETTE, RAMP, Canvas, colour, spread_apart
 from flatshift.experiments.results.analysis import sample_evenly
-from flatshift.experiments.results.run import read_run
 from flatshift.experiments.select.outputs import project
-from tests.support import report_runs
-
-
-def test_contrasts_pair_by_seed_and_leave_out_the_same_run(tmp_path):
-    report_runs.study(tmp_path / "s", seeds=5)
-    study = read_run(tmp_path / "s").study
-    found = {c.name: c.interval for c in arm_contrasts(study, "perplexity")}
-    assert "GGPO − plain, cold" not in found  # the cold backbone is the same for both: nothing to compare
-    ours, base = study.values("gotd", "plain", "perplexity"), study.values("random", "plain", "perplexity")
-    expected = np.mean([ours[s] - base[s] for s in range(5)])
-    assert found["GOT-D − random, plain"].value == pytest.approx(expected) and expected < 0
-    assert "lowers perplexity" in study_finding(study)
-
-
-def test_a_worse_selection_is_called_worse(tmp_path):
-    report_runs.study(tmp_path / "s", effect=-1.0)
-    sentence = study_finding(read_run(tmp_path / "s").study)
-    assert "raises perplexity" in sentence and "lowers accuracy" in sentence
 
 
 def test_project_is_the_balanced_principal_plane():

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from flatshift.experiments.report import build_report
+from flatshift.experiments.report.page import build_report
 from flatshift.finetune.errors import UserError
 from tests.support import report_runs
 
@@ -79,20 +79,16 @@ def test_demo_page_shows_every_section(demo, tmp_path):
         "Inputs",
         "Environment",
         "Recipe, resolved",
-        "All paired differences",
+        "Primary endpoint",
+        "Equal trials",
         "Map of the selection",
         "What the selection is made of",
-        "Paired differences in perplexity",
         "Loss during warm-up",
     ):
         assert title in page.words, title
-    # Three chapters; the finding of the study is the headline, with its interval.
+    # Three chapters; the finding of the comparison is the headline.
     assert page.tags.count("article") == 3 and page.tags.count("h1") == 1
-    assert re.search(
-        r"<h1>Against a random warm-up, GOT-D warm-up lowers perplexity by [\d.]+ \([\d.]+ to [\d.]+\) and raises "
-        r"accuracy by .* over 5 paired seeds",
-        text,
-    )
+    assert re.search(r"<h1>After Holm&#39;s correction .* from plain", text)
     assert "cd" * 32 in page.words  # input hashes in full
     assert "majority baseline" in page.words and "t-interval" in page.words
 
@@ -234,10 +230,6 @@ def test_empty_pieces(tmp_path):
     text, page = page_of(tmp_path, run)
     assert "<svg" not in text and "Nothing was chosen from 0 records" in page.words
     assert plots_of(run) == []
-    study = tmp_path / "study"
-    study.mkdir()
-    (study / "study.json").write_text('{"cells": []}')
-    page_of(tmp_path, study)
 
 
 def test_torn_lines_and_resumed_steps(tmp_path):
@@ -268,19 +260,9 @@ def test_values_that_are_not_finite_do_not_break_a_chart(tmp_path):
     assert "2 values that were not finite" in page.words
 
 
-def test_a_study_without_an_effect_says_so(tmp_path):
-    report_runs.study(tmp_path / "study", effect=0.0, seeds=2, seed=3)
-    _, page = page_of(tmp_path, tmp_path / "study")
-    assert "no clear difference in perplexity" in page.words
-    assert "read this as a demonstration, not as evidence" in page.words
-    report_runs.study(tmp_path / "one", seeds=1)
-    _, page = page_of(tmp_path, tmp_path / "one")
-    assert "single seed, which proves nothing" in page.words
-
-
-def test_runs_of_a_study_are_not_chapters(demo, tmp_path):
-    folder = tmp_path / "study"
-    shutil.copytree(demo / "study", folder)
+def test_runs_of_a_comparison_are_not_chapters(demo, tmp_path):
+    folder = tmp_path / "comparison"
+    shutil.copytree(demo / "comparison", folder)
     for hidden in ("cells", "runs"):
         shutil.copytree(demo / "warmup", folder / hidden / "0a1b")
     _, page = page_of(tmp_path, folder)
@@ -298,7 +280,7 @@ def test_runs_of_a_study_are_not_chapters(demo, tmp_path):
     ],
 )
 def test_what_is_no_run_directory_is_refused_with_the_nearest(tmp_path, make, said):
-    report_runs.study(tmp_path / "nowhere-else")
+    report_runs.sweep(tmp_path / "nowhere-else")
     path = make(tmp_path)
     with pytest.raises(UserError, match=said) as error:
         build_report([path], out=tmp_path / "out.html")
@@ -319,7 +301,6 @@ def test_inside_a_run_the_run_is_named(demo, tmp_path):
         ("manifest.json", "[1]", "not a JSON object"),
         ("scores.parquet", "not parquet", "not a readable Parquet file"),
         ("cells.parquet", "not parquet", "not a readable Parquet file"),
-        ("study.json", '{"cells": [{"warmup": "cold"}]}', r"cells\[0\] needs warmup"),
         ("selected.jsonl", '{"id": 1}\n{"id"', r"selected.jsonl:2: not valid JSON"),
     ],
 )

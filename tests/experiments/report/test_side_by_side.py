@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from flatshift.cli import run as flatshift
-from flatshift.experiments.report import build_report
+from flatshift.experiments.report.page import build_report
 from flatshift.experiments.report.side_by_side import side_by_side_chapter
 from flatshift.experiments.results.predictions import Predictions, RunEvaluation, metric_differences
 from flatshift.experiments.results.run import find_runs, list_directories

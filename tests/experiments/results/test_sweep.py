@@ -1,12 +1,10 @@
-"""Traces read many at a time say what they say read line by line."""
+"""Traces of cells that finished after the tables of their sweep were written."""
 
 import json
 import math
 
-import pyarrow as pa
 import pytest
 
-from flatshift.experiments.results import sweep
 from flatshift.experiments.results.sweep import read_sweep
 from flatshift.finetune.errors import UserError
 
@@ -23,7 +21,7 @@ def directory(out, traces, *, planned=STEPS, status="done", axes=None):
         cell = out / "cells" / f"{number:016x}"
         cell.mkdir(parents=True)
         point = {"adapter.rank": 2**number} if axes is None else axes[number]
-        result = {"point": point, "seed": number % 2, "status": status, "reason": None, "diverged": status != "done"}
+        result = {"point": point, "seed": number % 2, "status": status, "reason": None}
         result |= {"seconds": 1.0, "flatshift": "0.3.0", "metrics": {"test": {"loss": {"value": 0.5}}}}
         (cell / "result.json").write_text(json.dumps(result))
         (cell / "trace.jsonl").write_text(text)
@@ -52,64 +50,68 @@ TRACES = {
 }
 
 
-def rows(data):
-    """The rows of the trace as sorted texts: NaN is not equal to itself."""
-    return sorted(json.dumps(dict(sorted(row.items()))) for row in data.trace.table.to_pylist())
+LOSSES = {0: 1.0, 1: 1 / 2, 2: 1 / 3, 4: 1 / 5, 8: 1 / 9}
+EXPECTED = {
+    "numbers of two types": {0: 1.0, 1: 0.5, 2: 0.5, 4: 0.5, 8: 0.5},
+    "no number": LOSSES | {1: math.nan},
+    "infinite": LOSSES | {1: math.inf},
+    "written again": LOSSES | {8: 0.7},
+    "undone": LOSSES | {4: 0.3, 8: None},
+    "another step": LOSSES | {8: None},
+    "short": {0: 0.5, 1: 0.5, 2: 0.5, 4: None, 8: None},
+    "none": dict.fromkeys(STEPS),
+}
+"""Loss by step, None where the cell stopped before it; of all other forms it is that of a whole trace."""
 
 
-def both(folder, monkeypatch):
-    """(rows as read, rows read line by line)."""
-    fast = rows(read_sweep(folder))
-    with monkeypatch.context() as patch:
-        patch.setattr(sweep, "_read_complete", lambda folders: (None, {}))
-        return fast, rows(read_sweep(folder))
+def recorded(data, cell=1):
+    """Step → loss in the rows of a cell's trace."""
+    rows = [row for row in data.trace.table.to_pylist() if row["cell"] == f"{cell:016x}"]
+    assert all((row.get("status") == "stopped early") == (row["train.loss"] is None) for row in rows)
+    return {row["step"]: row["train.loss"] for row in rows}
 
 
 @pytest.mark.parametrize("kind", TRACES)
-def test_traces_read_together_are_those_read_line_by_line(tmp_path, monkeypatch, kind):
-    fast, slow = both(directory(tmp_path, [WHOLE, TRACES[kind], WHOLE]), monkeypatch)
-    assert fast == slow
-    assert len(fast) == 15
+def test_the_last_line_of_each_planned_step_counts(tmp_path, kind):
+    data = read_sweep(directory(tmp_path, [WHOLE, TRACES[kind], WHOLE]))
+    assert recorded(data) == pytest.approx(EXPECTED.get(kind, LOSSES), nan_ok=True)
+    assert recorded(data, 0) == recorded(data, 2) == pytest.approx(LOSSES) and len(data.trace) == 15
 
 
-@pytest.mark.parametrize("status", ["done", "failed"])
-@pytest.mark.parametrize("planned", [STEPS, None, ()])
-def test_also_of_cells_that_end_early_or_have_no_plan(tmp_path, monkeypatch, status, planned):
-    folder = directory(tmp_path, [WHOLE, TRACES["short"], TRACES["none"]], planned=planned, status=status)
-    fast, slow = both(folder, monkeypatch)
-    assert fast == slow
+def test_lists_become_text_and_further_keys_columns(tmp_path):
+    data = read_sweep(directory(tmp_path, [TRACES["a list"], TRACES["further keys"]]))
+    table = data.trace.table
+    assert set(table.column("grad.a").to_pylist()) == {"1, 2", None}
+    assert set(table.column("lambda_max").to_pylist()) == {3.5, None}
 
 
-def test_also_where_a_value_of_an_axis_is_a_word(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("status", "planned", "steps"),
+    [
+        ("done", STEPS, [*STEPS]),
+        ("done", None, [0, 1, 2]),  # a cell that is done has no further steps without a plan
+        ("done", (), [0, 1, 2]),
+        ("failed", STEPS, [*STEPS]),
+        ("failed", None, [*STEPS]),  # those that others recorded
+        ("failed", (), [0, 1, 2]),
+    ],
+)
+def test_a_cell_that_ended_early_has_the_steps_of_its_plan(tmp_path, status, planned, steps):
+    data = read_sweep(directory(tmp_path, [WHOLE, TRACES["short"], TRACES["none"]], planned=planned, status=status))
+    rows = [row for row in data.trace.table.to_pylist() if row["cell"] == f"{1:016x}"]
+    assert [row["step"] for row in rows] == steps
+    word = "stopped early" if status == "done" else "failed"
+    assert {row.get("status") for row in rows if row["step"] > 2} <= {word}
+
+
+def test_an_axis_of_words_and_numbers_is_text(tmp_path):
     axes = [{"optimizer.lr": value} for value in (0.001, "auto", 0.01)]
-    fast, slow = both(directory(tmp_path, [WHOLE] * 3, axes=axes), monkeypatch)
-    assert fast == slow
-
-
-def test_whole_traces_are_read_together_and_the_others_one_by_one(tmp_path, monkeypatch):
-    seen = []
-    plain = sweep._read_individually
-
-    def noting(folders, *rest):
-        seen.extend(folders)
-        return plain(folders, *rest)
-
-    monkeypatch.setattr(sweep, "_read_individually", noting)
-    monkeypatch.setattr(sweep, "_BATCH", 2)
-    read_sweep(directory(tmp_path, [WHOLE, TRACES["written again"], TRACES["numbers of two types"], WHOLE, WHOLE]))
-    assert [folder.name for folder in seen] == [f"{1:016x}"]
+    data = read_sweep(directory(tmp_path, [WHOLE] * 3, axes=axes))
+    assert data.trace.values("optimizer.lr") == data.values("optimizer.lr") == ["0.001", "auto", "0.01"]
+    assert len(data.trace) == 15
 
 
 def test_a_broken_line_is_named(tmp_path):
     broken = WHOLE.replace('"step": 2', '"step" 2')
     with pytest.raises(UserError, match=r"trace\.jsonl:3: not a JSON object"):
         read_sweep(directory(tmp_path, [WHOLE, broken]))
-
-
-def test_what_arrow_makes_of_a_line_without_value():
-    """The parser takes Python's NaN; where it would not, a file is read line by line."""
-    table = sweep._parse_lines(TRACES["no number"].encode())
-    assert isinstance(table, pa.Table)
-    assert math.isnan(table.column("train.loss")[1].as_py())
-    assert sweep._parse_lines(b"") is None
-    assert sweep._parse_lines(TRACES["a list"].encode()) is None

@@ -11,7 +11,7 @@ from scipy import stats
 
 from benchmarks.curves.known import NULLS, bump, bumps
 from benchmarks.curves.rates import rejections
-from flatshift.experiments.statistics import detectable_sd, holdout_test, peak_test, seeds_needed, thin
+from flatshift.experiments.statistics import peak_test
 from flatshift.experiments.statistics.pairs import (
     critical_value,
     null_distribution,
@@ -19,6 +19,7 @@ from flatshift.experiments.statistics.pairs import (
     point_pairs,
     point_variances,
 )
+from flatshift.experiments.statistics.peak import detectable_sd, holdout_test, seeds_needed, thin
 from flatshift.finetune.errors import UserError
 
 POINTS = 9

@@ -16,13 +16,8 @@ from benchmarks.curves.dynamics import gradient_flow_curve, noise_curve, unstabl
 from benchmarks.curves.known import bump
 from benchmarks.curves.random_features import random_features_curve
 from flatshift.experiments.results.analysis import is_capacity_axis
-from flatshift.experiments.statistics import (
-    Curve,
-    determine_verdict,
-    effective_model_complexity,
-    emc_from_curve,
-    find_crossing,
-)
+from flatshift.experiments.statistics import Curve, determine_verdict
+from flatshift.experiments.statistics.emc import effective_model_complexity, emc_from_curve, find_crossing
 from flatshift.finetune.errors import UserError
 
 RANKS = [1, 2, 4, 8, 16, 32, 64, 128, 256]

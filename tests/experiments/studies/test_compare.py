@@ -328,6 +328,8 @@ def test_rows_that_a_killed_save_left_half_written_are_swept(made, tmp_path: Pat
     (folder / ".test.jsonl.fb00eb8f.tmp").write_text("{")
     plan.write_rows()
     assert sorted(file.name for file in folder.iterdir()) == ["test.jsonl", "train.jsonl", "validation.jsonl"]
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    assert rows and not any("split" in row for row in rows)  # no cell says that it does not read that column
 
 
 def test_a_seed_fixes_subset_and_initialisation_for_all_methods(made, tmp_path: Path) -> None:

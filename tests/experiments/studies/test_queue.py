@@ -232,7 +232,7 @@ def test_damaged_result_is_named(tmp_path: Path) -> None:
     path = tmp_path / "cells" / cell.key / RESULT
     path.parent.mkdir(parents=True)
     path.write_text('{"status": "do', encoding="utf-8")
-    with pytest.raises(UserError, match=r"result\.json: not a cell's result"):
+    with pytest.raises(UserError, match=r"result\.json.*; delete it"):
         run_cells(tmp_path, [cell], DevicePlacement(1), QUIET, run=behave)
 
 

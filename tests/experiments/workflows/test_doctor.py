@@ -13,6 +13,8 @@ from packaging.requirements import Requirement
 
 from flatshift.experiments.workflows import doctor as module
 from flatshift.experiments.workflows.doctor import diagnose, format_result
+from flatshift.finetune import machine
+from flatshift.finetune.compute import memory
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -90,21 +92,25 @@ def test_missing_extra_is_no_problem_but_says_how(monkeypatch: pytest.MonkeyPatc
 
 def test_container_limits_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("536870912\n")
+    (tmp_path / "memory.current").write_text("536870000\n")
     (tmp_path / "cpu.max").write_text("150000 100000\n")
     monkeypatch.setattr(module, "_CGROUP", tmp_path)
-    assert module.read_memory()["total"] == 1 << 29
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    assert module.diagnose()["memory"] == {"total": 1 << 29, "available": 912}
     assert module.describe_cpu()["quota"] == pytest.approx(1.5)
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert module.read_memory()["total"] > 1 << 29
+    assert module.diagnose()["memory"]["total"] > 1 << 29
     assert module.describe_cpu()["quota"] is None
 
 
 def test_cpu_instructions_come_from_cpuinfo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Test 9000\nflags\t\t: fpu avx512_bf16 amx_bf16\n")
-    monkeypatch.setattr(module, "_PROC", tmp_path)
+    file = tmp_path / "cpuinfo"
+    monkeypatch.setattr(machine, "Path", lambda name: file)
+    monkeypatch.setattr(module, "cpu_info", machine.cpu_info.__wrapped__)
+    file.write_text("processor\t: 0\nmodel name\t: Test 9000\nflags\t\t: fpu avx512_bf16 amx_bf16\n")
     found = module.describe_cpu()
     assert (found["model"], found["bf16"], found["amx"]) == ("Test 9000", True, True)
-    (tmp_path / "cpuinfo").write_text("model name\t: Old\nflags\t\t: fpu sse2\n")
+    file.write_text("model name\t: Old\nflags\t\t: fpu sse2\n")
     found = module.describe_cpu()
     assert (found["bf16"], found["amx"]) == (False, False)

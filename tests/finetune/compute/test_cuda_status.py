@@ -10,7 +10,7 @@ from flatshift.finetune.compute import cuda_status
 from flatshift.finetune.compute.cuda_status import CudaStatus, diagnose_cuda, missing_device_message, resolve_device
 from flatshift.finetune.errors import UserError
 from flatshift.selection.errors import SelectionError
-from flatshift.selection.transport import sinkhorn_potentials
+from flatshift.selection.transport.solver import sinkhorn_potentials
 
 CASES = {
     "cpu build, no driver": (

@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from flatshift.experiments.workflows.few_shot import FewShot, mcnemar, rank_rows, read_prompt
+from flatshift.finetune.compute.loss import find_head
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate import candidates
 from flatshift.finetune.evaluate.candidates import score_candidates, tokenize_candidates
 from flatshift.finetune.evaluate.prompts import Prompt, check_prompt, fill_prompt, shipped_prompts
 from flatshift.finetune.models.backbone import open_backbone
+from flatshift.finetune.tasks import Completion
 from tests.support.data_models import byte_tokenizer, row, tiny_model
 
 TOKENIZER = byte_tokenizer()
@@ -31,10 +33,14 @@ def items(count: int = 7, shots: str = SHOTS):
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral", "bloom"])
 @pytest.mark.parametrize("shots", [SHOTS, ""], ids=["shots", "none"])
-def test_shared_contexts_give_the_same_log_likelihoods(kind, shots):
-    model = tiny_model(kind, len(TOKENIZER)).eval()
+@pytest.mark.parametrize("by_head", [False, True], ids=["logits", "head"])
+def test_shared_contexts_give_the_same_log_likelihoods(kind, shots, by_head):
+    model = tiny_model(kind, len(TOKENIZER)).eval().requires_grad_(False)
     made = items(shots=shots)
-    ours, naive = score_candidates(model, made, HOW), score_candidates(model, made, HOW, shared=False)
+    head = find_head(model, {"input_ids": torch.tensor([made[0][0].ids])}, task=Completion()) if by_head else None
+    assert (head is not None) == by_head
+    ours = score_candidates(model, made, HOW, head=head)
+    naive = score_candidates(model, made, HOW, shared=False)
     for one, other, item in zip(ours, naive, made, strict=True):
         for a, b, candidate in zip(one, other, item, strict=True):
             assert len(a) == len(b) == len(candidate.ids) - candidate.start

@@ -63,7 +63,8 @@ def test_a_region_that_is_gathered_inside() -> None:
 
 def test_stages_of_a_mixture_of_experts() -> None:
     assert block_stacks("mixtral") == (BlockStack("layers", ("embed_tokens",), ("norm",)),)
-    assert not find_family("mixtral").context
+    assert find_family("mixtral").context
+    assert not find_family("jamba").context and not find_family("jamba").stacks
 
 
 def test_what_is_divided_has_been_trained() -> None:

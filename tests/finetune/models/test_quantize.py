@@ -10,17 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
 from flatshift.cli import run
 from flatshift.finetune.adapters.adapter import attach_adapter, load_adapter, read_adapter, save_adapter, trainable
 from flatshift.finetune.compute.precision import autocast
-from flatshift.finetune.config import Adapter, Quantization, Train
+from flatshift.finetune.config import Adapter, Mesh, Quantization, Train
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.fingerprint import checksum
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.models.quantize import KINDS, quantization_scales
+from flatshift.finetune.planner.footprint import predict_footprint
+from flatshift.finetune.planner.sizes import read_sizes
 from flatshift.finetune.tasks import Classify, LanguageModel
 from flatshift.regularizers import GGPO, RegularizerError, build
 from flatshift.regularizers.layers.frozen import is_quantised
@@ -244,6 +247,22 @@ def test_a_layer_whose_rows_end_inside_a_block_of_scales_stays_a_float(tmp_path:
         model = load_backbone(source, task=LM, quantization=kind)  # type: ignore[arg-type]
         assert type(model.model.layers[0].mlp.down_proj).__name__ == down
         assert type(model.model.layers[0].mlp.up_proj).__name__ == {"nf4": "Linear4bit", "int8": "Linear8bitLt"}[kind]
+
+
+@needs_package
+@pytest.mark.parametrize("kind", ["nf4", "nf4-double"])
+def test_the_plan_counts_what_is_held_stacked_experts_as_floats(kind: Quantization, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 320, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.MixtralConfig(vocab_size=64, num_key_value_heads=2, num_local_experts=3, **sizes)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        transformers.MixtralForCausalLM(config).save_pretrained(tmp_path)
+    model = load_backbone(tmp_path, task=LM, quantization=kind)
+    held = sum(tensor.nbytes for tensor in (*model.parameters(), *quantization_scales(model).values()))
+    backbone = read_sizes(tmp_path, Adapter())
+    train = Train(quantization=kind, precision="fp32")
+    planned = predict_footprint(backbone, mesh=Mesh(), adapter=Adapter(), train=train).weights
+    assert planned == pytest.approx(held, rel=0.01)
 
 
 @needs_package

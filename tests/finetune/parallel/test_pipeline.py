@@ -22,14 +22,14 @@ from flatshift.finetune.parallel.pipeline import (
     tied_source_names,
 )
 from flatshift.finetune.parallel.pipeline.cut import BlockCosts
-from flatshift.finetune.parallel.pipeline.pipeline_plan import (
+from flatshift.finetune.parallel.pipeline.runner import split_micro_batches
+from flatshift.finetune.parallel.pipeline_plan import (
     pieces_per_micro,
     rank_of,
     round_up_pieces,
     stages_of,
     virtual_stages,
 )
-from flatshift.finetune.parallel.pipeline.runner import split_micro_batches
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from flatshift.finetune.parallel.layout import (
     Slice,
     TensorParallelLayout,
     copy_local_part,
-    gather_full_tensor,
+    gather_full_tensors,
     local_index_runs,
 )
 from flatshift.finetune.parallel.mesh import ProcessMesh
@@ -167,7 +167,9 @@ def test_local_parts_follow_fused_runs():
     copy_local_part(parameter, values, cut)
     assert torch.equal(parameter, cut.take(values))
     alone = nn.Parameter(values.clone())
-    assert torch.equal(gather_full_tensor(alone, world=ProcessMesh.alone()), values)
+    only, layout = {"": alone}, TensorParallelLayout()
+    whole = gather_full_tensors(only, parameters=only, layout=layout, world=ProcessMesh.alone())
+    assert torch.equal(whole[""], values)
 
 
 def test_one_rank_shards_nothing(llama):

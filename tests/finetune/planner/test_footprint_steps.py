@@ -72,7 +72,7 @@ def _micro(task: Task) -> tuple[MicroBatch, int]:
 
 
 def _allocated(
-    backbone: Path, task: Task, train: Train, config: RegularizerConfig | None = None
+    backbone: Path, task: Task, train: Train, config: RegularizerConfig | None = None, adapter: Adapter = ADAPTER
 ) -> tuple[float, dict[str, int]]:
     """Bytes at the worst moment of the third update, and what a training would say before its first one, by cause."""
     before = held_bytes()  # tests that ran before this one in its process keep models of theirs
@@ -80,7 +80,7 @@ def _allocated(
     engine = build_engine(
         str(backbone),
         task=task,
-        adapter=ADAPTER,
+        adapter=adapter,
         train=train,
         mesh=Mesh(),
         world=ProcessMesh.alone(CPU),
@@ -114,12 +114,14 @@ def _allocated(
     return found, said
 
 
-def _planned(backbone: Path, task: Task, train: Train, config: RegularizerConfig | None = None) -> int:
-    sizes = read_sizes(backbone, ADAPTER).under(task, classes=CLASSES)
+def _planned(
+    backbone: Path, task: Task, train: Train, config: RegularizerConfig | None = None, adapter: Adapter = ADAPTER
+) -> int:
+    sizes = read_sizes(backbone, adapter).under(task, classes=CLASSES)
     needs = predict_footprint(
         sizes,
         mesh=Mesh(),
-        adapter=ADAPTER,
+        adapter=adapter,
         train=task.traits.count_token_rows(train),
         device="cpu",
         packed=task.pack,
@@ -146,6 +148,20 @@ def test_what_the_loss_reads_is_planned(name: str, backbones: dict[str, Path]) -
     train: Any = dataclasses.replace(TRAIN, **changed)
     measured, said = _allocated(backbones[kind], task, train)
     planned = _planned(backbones[kind], task, train)
+    assert planned == pytest.approx(measured, rel=0.05)
+    assert sum(said.values()) == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "changed", [{}, {"precision": "bf16"}, {"checkpointing": "full", "precision": "bf16"}], ids=str
+)
+def test_dora_is_planned(changed: dict[str, Any], backbones: dict[str, Path]) -> None:
+    """Its magnitudes' gradient keeps two outputs of each layer, and its norms take a weight's worth of temporaries."""
+    train: Any = dataclasses.replace(TRAIN, **changed)
+    task, dora = LanguageModel(pack=False), dataclasses.replace(ADAPTER, dora=True)
+    measured, said = _allocated(backbones["llama"], task, train, adapter=dora)
+    planned = _planned(backbones["llama"], task, train, adapter=dora)
+    assert planned > 1.1 * _planned(backbones["llama"], task, train)
     assert planned == pytest.approx(measured, rel=0.05)
     assert sum(said.values()) == pytest.approx(measured, rel=0.05)
 

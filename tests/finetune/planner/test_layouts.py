@@ -15,7 +15,7 @@ from flatshift.finetune.errors import UserError
 from flatshift.finetune.planner import devices as planner_devices
 from flatshift.finetune.planner.devices import Devices, visible_memory
 from flatshift.finetune.planner.footprint import predict_footprint
-from flatshift.finetune.planner.layouts import AXES, resolve_mesh
+from flatshift.finetune.planner.layouts import AXES, is_allowed, resolve_mesh
 from flatshift.finetune.planner.rules import RuleSettings, check_settings
 from flatshift.finetune.planner.sizes import BackboneSizes, read_sizes
 from flatshift.finetune.planner.throughput import RooflineConstants
@@ -116,6 +116,16 @@ def test_the_estimate_is_what_a_run_counts(precision: str) -> None:
     assert guess.activations == pytest.approx(counted.activations, rel=0.06)
 
 
+def test_a_pipeline_is_planned_by_the_cut_that_it_gets(tmp_path: Path) -> None:
+    sizes = BackboneSizes.read(llama(tmp_path / "wide", 64, 128, 18, 4, 1, 8192), LORA)
+    train = Train(batch_size=4, max_length=128, precision="fp32")
+    one, two = (predict_footprint(sizes, mesh=Mesh(pp=pp), adapter=LORA, train=train) for pp in (1, 2))
+    # the head costs as much as 11 of these blocks with their attention, so the first of two stages has 15 of 18
+    block, end = 4 * max(sizes.blocks), 4 * max(sizes.ends)
+    assert (two.weights - end) / block == 15
+    assert two.activations / one.activations == pytest.approx(15 / 18 * 2 / 4, rel=1e-6)
+
+
 def test_each_axis_takes_its_share(large: Path) -> None:
     sizes, train = BackboneSizes.read(large, LORA), Train(batch_size=8, max_length=2048, precision="bf16")
 
@@ -174,6 +184,15 @@ def test_tensor_parallel_where_rows_are_few(large: Path) -> None:
 def test_no_tensor_parallel_where_the_adapter_forbids_it(large: Path) -> None:
     axes, _ = pick(large, devices=NODE, train={"batch_size": 2}, adapter=Adapter(rank=16, dora=True))
     assert "tp" not in axes
+
+
+def test_no_tensor_parallel_that_cuts_blocks_of_scales() -> None:
+    """4,864 channels of the feed-forward are 76 blocks of 64, which seven ranks would cut."""
+    sizes = read_sizes("qwen2.5-0.5b", Adapter())
+    for quantization, tp, allowed in ((None, 7, True), ("nf4", 7, False), ("nf4", 2, True), ("nf4-double", 2, False)):
+        train = Train(quantization=quantization)  # type: ignore[arg-type]
+        settings = RuleSettings(Mesh(), train, Adapter(), LanguageModel())
+        assert is_allowed(Mesh(tp=tp), Mesh(), settings, sizes, node=14) == allowed, (quantization, tp)
 
 
 def test_set_axes_stay(small: Path) -> None:

@@ -18,13 +18,15 @@ CASES: dict[tuple[str, str], tuple[dict, dict]] = {
         {"kind": "adamw-8bit", "replicate": 2},
         {"kind": "adamw-8bit"},
     ),
-    ("train.compile", "mesh.tp, mesh.pp or mesh.cp > 1"): (
-        {"compile": True, "dp": 2, "cp": 2},
-        {"compile": True, "dp": 2, "replicate": 2},
-    ),
     ("train.batch_size", "a multiple of mesh.replicate × mesh.dp"): (
         {"replicate": 2, "dp": 2, "batch_size": 6},
         {"replicate": 2, "dp": 2, "batch_size": 8},
+    ),
+    ("mesh.ep", "mesh.dp, a multiple of it"): ({"ep": 3, "dp": 4}, {"ep": 2, "dp": 4}),
+    ("mesh.ep > 1", "mesh.tp > 1"): ({"ep": 2, "dp": 2, "tp": 2}, {"ep": 2, "dp": 2, "cp": 2}),
+    ("mesh.ep > 1", "train.quantization, train.compile or mesh.offload"): (
+        {"ep": 2, "dp": 2, "compile": True},
+        {"ep": 2, "dp": 2},
     ),
     ("mesh.zero: 1 or 2", "mesh.dp or mesh.cp > 1"): ({"zero": 1, "replicate": 2}, {"zero": 1, "dp": 2}),
     ("mesh.zero: 1 or 2", "mesh.adapters: replicate"): (
@@ -67,23 +69,15 @@ CASES: dict[tuple[str, str], tuple[dict, dict]] = {
         {"virtual": 3, "pp": 2, "schedule": "zero-bubble"},
     ),
     ("mesh.cp > 1", "task.kind: classify or regress"): ({"cp": 2, "task": Classify()}, {"cp": 2}),
-    **{
-        (f"mesh.{axis} > 1", "task.kind: masked-lm"): (
-            {axis: 2, "task": MaskedLM()},
-            {"dp": 2, "replicate": 2, "task": MaskedLM()},
-        )
-        for axis in ("tp", "pp", "cp")
-    },
+    ("mesh.cp > 1", "task.kind: masked-lm"): (
+        {"cp": 2, "task": MaskedLM()},
+        {"tp": 2, "pp": 2, "task": MaskedLM()},
+    ),
     ("mesh.pp > 1", "task.kind: classify with multi or regress"): (
         {"pp": 2, "task": Regress()},
         {"pp": 2, "task": Classify()},
     ),
-    ("task.label_smoothing", "mesh.tp > 1"): (
-        {"tp": 2, "task": Seq2Seq(label_smoothing=0.1)},
-        {"dp": 2, "pp": 2, "task": Seq2Seq(label_smoothing=0.1)},
-    ),
     ("mesh.cp > 1", "task.kind: seq2seq"): ({"cp": 2, "task": Seq2Seq()}, {"dp": 2, "task": Seq2Seq()}),
-    ("adapter.dora", "mesh.tp > 1"): ({"dora": True, "tp": 2}, {"dora": True, "dp": 2, "pp": 2}),
     ("train.adapter_precision: bf16", "train.precision: bf16"): (
         {"adapter_precision": "bf16"},
         {"adapter_precision": "bf16", "precision": "bf16"},
@@ -111,7 +105,7 @@ CASES: dict[tuple[str, str], tuple[dict, dict]] = {
         {"init": "loftq", "quantization": "nf4-double"},
     ),
     ("adapter.under", "one rank"): ({"under": "runs/first", "tp": 2}, {"under": "runs/first"}),
-    ("adapter.bias, adapter.train_whole, adapter.experts", "one rank"): ({"bias": "all", "dp": 2}, {"bias": "all"}),
+    ("adapter.bias, adapter.train_whole", "one rank"): ({"bias": "all", "dp": 2}, {"experts": 2, "dp": 2}),
     **{
         (f"mesh.{axis} > 1", "task.kind: preference"): (
             {axis: 2, "task": Preference()},
@@ -152,9 +146,13 @@ CASES: dict[tuple[str, str], tuple[dict, dict]] = {
         {"soft_tokens": 1, "projector": Projector(), "quantization": "nf4", "task": LanguageModel(pack=False)},
         {"soft_tokens": 1, "projector": Projector(), "task": LanguageModel(pack=False)},
     ),
-    ("train.quantization", "mesh.tp > 1 or mesh.pp > 1"): (
-        {"quantization": "nf4", "pp": 2},
-        {"quantization": "nf4", "dp": 2, "replicate": 2},
+    ("train.quantization: int8", "mesh.tp > 1 or mesh.pp > 1"): (
+        {"quantization": "int8", "pp": 2},
+        {"quantization": "nf4", "tp": 2, "pp": 2},
+    ),
+    ("train.quantization: nf4-double", "mesh.tp > 1"): (
+        {"quantization": "nf4-double", "tp": 2},
+        {"quantization": "nf4-double", "pp": 2},
     ),
     ("train.quantization: int8", "sharded weights (mesh.dp or mesh.cp > 1 at mesh.zero: 3)"): (
         {"quantization": "int8", "dp": 2},
@@ -167,10 +165,6 @@ CASES: dict[tuple[str, str], tuple[dict, dict]] = {
     ("train.quantization", "mesh.offload"): (
         {"quantization": "nf4", "offload": True, "dp": 2, "device": "cuda"},
         {"quantization": "nf4", "dp": 2, "device": "cuda"},
-    ),
-    ("mesh.sequence_parallel", "task.kind: classify or regress"): (
-        {"sequence_parallel": True, "tp": 2, "task": Classify()},
-        {"tp": 2, "task": Classify()},
     ),
     ("mesh.offload", "regularizer.kind: plain"): (
         {"offload": True, "dp": 2, "device": "cuda", "regularizer": GGPO()},

@@ -41,17 +41,22 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 class Ranks(Placement):
-    """The i-th of n processes with other rows."""
+    """The i-th of n processes with other rows, padded to `length` tokens at most."""
 
-    def __init__(self, share: tuple[int, int] = (0, 1), *, data: int | None = None, stages: int = 1) -> None:
-        self._share, self._data, self._stages = share, data or share[1], stages
+    def __init__(
+        self, share: tuple[int, int] = (0, 1), *, data: int | None = None, stages: int = 1, length: int = 0
+    ) -> None:
+        self._share, self._data, self._stages, self._length = share, data or share[1], stages, length
 
     @property
     def share(self) -> tuple[int, int]:
         return self._share
 
     def sum_data(self, tensor: Tensor) -> None:
-        tensor *= self._data
+        if len(tensor) > 1:  # the lengths of all ranks
+            tensor[tensor == 0] = self._length
+        else:
+            tensor *= self._data
 
     def sum_pipeline(self, tensor: Tensor) -> None:
         tensor *= self._stages
@@ -161,8 +166,12 @@ def test_micro_batches_and_steps_differ_and_ranks_have_their_rows() -> None:
 
     whole = noise(ids)
     assert not torch.equal(whole, noise(ids, step=1)) and not torch.equal(whole, noise(ids, micro=1))
-    halves = [noise(part, placement=Ranks((i, 2))) for i, part in enumerate(ids.chunk(2))]
+    length = ids.shape[1]
+    halves = [noise(part, placement=Ranks((i, 2), length=length)) for i, part in enumerate(ids.chunk(2))]
     assert torch.equal(torch.cat(halves), whole) and not torch.equal(whole, clean)
+    # a rank that pads its rows to fewer tokens adds the same noise
+    short = noise(ids.chunk(2)[1][:, : length // 2], placement=Ranks((1, 2), length=length))
+    assert torch.equal(short, halves[1][:, : length // 2])
     width = whole.to(torch.bfloat16)
     model.bfloat16()
     assert noise(ids).dtype == torch.bfloat16 and torch.allclose(noise(ids).float(), width.float(), atol=1e-2)

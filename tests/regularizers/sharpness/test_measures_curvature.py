@@ -6,8 +6,15 @@ import math
 import pytest
 import torch
 
-from flatshift.regularizers.sharpness import Estimate, Hessian, Sharpness, hutchinson, lanczos, measure, power_iteration
-from flatshift.regularizers.sharpness.measures import standard_error
+from flatshift.regularizers.sharpness import Sharpness, measure
+from flatshift.regularizers.sharpness.measures import (
+    Estimate,
+    Hessian,
+    hutchinson,
+    lanczos,
+    power_iteration,
+    standard_error,
+)
 from tests.support.sharpness_models import IDS, SPACES, both_spaces, calibrated, hessian_of, loss_of, objective, tiny
 
 

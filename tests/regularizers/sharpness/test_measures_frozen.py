@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatshift.regularizers.sharpness import AdapterSpace, FullSpace, Sharpness, measure
+from flatshift.regularizers.sharpness import Sharpness, measure
+from flatshift.regularizers.sharpness.spaces import AdapterSpace, FullSpace
 from tests.support.sharpness_models import IDS, SMALL, SPACES, both_spaces, everything, loss_of, objective, tiny
 
 

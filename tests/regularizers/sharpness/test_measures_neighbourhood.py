@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from flatshift.regularizers.layers.sites import find_lora_sites
-from flatshift.regularizers.sharpness import Estimate, expected_rise
-from flatshift.regularizers.sharpness.measures import standard_error
+from flatshift.regularizers.sharpness.measures import Estimate, expected_rise, standard_error
 from tests.support.regularizer_models import base_weights, densely_perturbed
 from tests.support.sharpness_models import IDS, SPACES, adapted, both_spaces, gpt2, hessian_of, loss_of, objective, tiny
 

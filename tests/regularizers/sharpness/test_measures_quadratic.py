@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatshift.regularizers.sharpness import Space, ascent_rise, line, plane
+from flatshift.regularizers.sharpness.measures import ascent_rise, line, plane
+from flatshift.regularizers.sharpness.spaces import Space
 
 
 class Quadratic(Space):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from flatshift.selection import GotDSelector, Pool
-from flatshift.selection.checks import MixtureTransport, check_selection, sample_pool, target_coverage
-from flatshift.selection.checks.check import SHARES, self_transport
+from flatshift.selection.checks.check import SHARES, MixtureTransport, check_selection, sample_pool, self_transport
+from flatshift.selection.checks.coverage import target_coverage
 from flatshift.selection.methods.base import mean_cost
 
 R = np.random.default_rng(11)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from flatshift.selection import FeatureCache, SelectionError, TfIdfEmbedder
-from flatshift.selection.features import IndexedRows, ShardedRows, embed_in_shards
-from flatshift.selection.features.cache import atomic_file
+from flatshift.selection.features.cache import atomic_file, embed_in_shards
+from flatshift.selection.features.matrix import IndexedRows, ShardedRows
 from flatshift.selection.features.tfidf import load_or_fit
 
 TEXTS = [f"text number {i}" for i in range(25)]

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from flatshift.selection import SelectionError
-from flatshift.selection.features import HashedNgrams, ShardWriter, open_directory, write_manifest
+from flatshift.selection.features import ShardWriter, open_directory, write_manifest
+from flatshift.selection.features.tfidf import HashedNgrams
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
 TEXTS = [" ".join(WORDS[(i + k * (i % 3) + k * k) % 8] for k in range(3 + i % 9)) for i in range(1300)]

@@ -10,7 +10,7 @@ from flatshift.selection import GotDContrastSelector, GotDSelector, Pool, sinkho
 from flatshift.selection.methods.base import mean_cost
 from flatshift.selection.methods.debias import self_potential
 from flatshift.selection.methods.rounds import _hold_out, choose_in_rounds
-from flatshift.selection.transport import Potentials
+from flatshift.selection.transport.solver import Potentials
 
 R = np.random.default_rng(3)
 CENTRES = R.standard_normal((8, 5)) * 2

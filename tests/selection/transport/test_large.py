@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from flatshift.selection import ConvergenceWarning, SelectionError, sinkhorn_potentials
-from flatshift.selection.transport import ProgressPrinter
 from flatshift.selection.transport.blocks import ThreadCrew
+from flatshift.selection.transport.progress import ProgressPrinter
 from flatshift.selection.transport.ranks import ProcessTeam
 from flatshift.selection.transport.settings import estimate_overlap, find_threshold, measure_overlap
 

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
-from flatshift.experiments.report import build_report
 from flatshift.experiments.report.blocks import Table
 from flatshift.experiments.report.chapters import predictions, selection, sweep_verdicts
+from flatshift.experiments.report.page import build_report
 from flatshift.experiments.results.predictions import Predictions
 from flatshift.experiments.results.run import read_run
 

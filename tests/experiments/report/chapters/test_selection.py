@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flatshift.experiments.report import build_report
-from flatshift.selection.checks import check_selection
+from flatshift.experiments.report.page import build_report
+from flatshift.selection.checks.check import check_selection
 from tests.support.report_runs import selection
 
 COVERAGE = {

@@ -19,7 +19,7 @@ def test_results_stand_in_for_tables_that_are_not_there_yet(tmp_path):
         result(folder / "cells" / f"c{i}", rank, trace=[(0, 2.0), (4, 1.5), (4, 1.0 + rank)])
     result(folder / "cells" / "other", 64)  # of an earlier grid
     grid = {"adapter.rank": ["1", "2", "4"]}
-    plan = {"format": 2, "recipe": "r", "grid": grid, "seeds": 1, "design": "grid", "keys": ["c0", "c1", "c2"]}
+    plan = {"format": 2, "recipe": "r", "grid": grid, "seeds": 1, "cells": 3, "keys": ["c0", "c1", "c2"]}
     (folder / "sweep.json").write_text(json.dumps(plan))
     data = read_run(folder).sweep
     assert data.axes == ("adapter.rank",) and data.values("adapter.rank") == [1, 2]
@@ -51,7 +51,7 @@ def test_tables_of_an_earlier_plan_are_cut_to_the_plan(tmp_path):
     pq.write_table(pa.Table.from_pylist(curves), folder / "curves.parquet")
     pq.write_table(pa.Table.from_pylist(rows({1: 0.5, 2: 0.4, 8: 0.1}, seeds=3)), folder / "cells.parquet")
     keys = [f"{rank}-{seed}" for rank in (1, 2) for seed in (0, 1)]
-    plan = {"format": 2, "recipe": "r", "grid": {"adapter.rank": ["1", "2.0"]}, "seeds": 2, "keys": keys}
+    plan = {"format": 2, "recipe": "r", "grid": {"adapter.rank": ["1", "2.0"]}, "seeds": 2, "cells": 4, "keys": keys}
     (folder / "sweep.json").write_text(json.dumps(plan))
     data = read_run(folder).sweep
     assert data.values("adapter.rank") == [1, 2] and len(data) == 4 and data.unfinished == 0

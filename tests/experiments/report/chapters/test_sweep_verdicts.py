@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from flatshift.experiments.report import build_report
 from flatshift.experiments.report.chapters.sweep import sweep_finding, sweep_sections
 from flatshift.experiments.report.charts.curve import curve_chart, train_test_series
+from flatshift.experiments.report.page import build_report
 from flatshift.experiments.results.analysis import SweepAnalysis
 from flatshift.experiments.results.run import read_run
 from tests.support import report_runs
@@ -169,8 +169,8 @@ def test_an_axis_that_cannot_show_a_peak_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "not valid JSON .* delete it and run the sweep again"),
-        ("[1]", "not valid JSON .* delete it and run the sweep again"),
+        ("{", "not valid JSON; delete it and run the sweep again"),
+        ("[1]", "not a JSON object .* delete it and run the sweep again"),
         ('{"format": 2}', "has no `grid`; run the sweep again"),
         ('{"format": 99, "grid": {}}', "has format 99, and this flatshift .* knows 2;"),
         ('{"format": "two", "grid": {}}', "has format two"),

@@ -362,23 +362,11 @@ def test_tables_without_traces_have_no_curves(tmp_path: Path) -> None:
     assert row["test.loss"] is None and not (tmp_path / "curves.parquet").exists()
 
 
-def test_every_form_of_result_ends_in_one_of_three_ways(tmp_path: Path) -> None:
-    from flatshift.experiments.results.cells import read_result, unreached_status
+def test_steps_that_a_cell_did_not_reach_are_marked_by_its_status() -> None:
+    from flatshift.experiments.results.cells import unreached_status
 
-    forms: list[tuple[dict, str]] = [
-        ({"status": "done"}, "done"),
-        ({"status": "diverged"}, "diverged"),
-        ({"status": "failed", "diverged": True}, "diverged"),  # of sweeps before
-        ({"status": "failed", "diverged": False}, "failed"),
-        ({"status": "refused"}, "failed"),  # of comparisons before
-        ({"status": "crashed"}, "failed"),
-    ]
-    for place, (found, status) in enumerate(forms):
-        (tmp_path / f"{place}.json").write_text(json.dumps(found | {"reason": None}), encoding="utf-8")
-        result = read_result(tmp_path / str(place))
-        assert result is not None and result["status"] == status
-    assert (unreached_status("done"), unreached_status("diverged"), unreached_status("failed")) == (
+    assert [unreached_status(status) for status in ("done", "diverged", "failed")] == [
         "stopped early",
         "diverged",
         "failed",
-    )
+    ]

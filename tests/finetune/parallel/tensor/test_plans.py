@@ -44,7 +44,7 @@ def test_a_family_without_a_plan() -> None:
         ("BioGpt", "transformers has no plan for its blocks"),
         ("GptOss", "transformers has no plan for its blocks"),
         ("GraniteSWA", "splits its self_attn as local_params"),
-        ("Mixtral", "splits its mlp.experts.gate_up_proj as packed_colwise"),
+        ("DeepseekV2", "splits its self_attn.kv_a_proj_with_mqa as mla_kv_a_proj"),
         ("Qwen3_5Text", "splits its linear_attn as colwise_gather_output"),
     ],
 )
@@ -79,7 +79,6 @@ def _lora(kind: str, **settings: Any) -> Any:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"use_dora": True}, ("model.layers.0.self_attn.q_proj", "adapter.dora")),
         ({"bias": "lora_only"}, ("q_proj trains more than",)),
         ({"lora_bias": True}, ("q_proj trains more than",)),
         ({"target_modules": ["q_proj", "embed_tokens"]}, ("embed_tokens trains or has an adapter", "adapter.targets")),
@@ -110,10 +109,15 @@ def test_layers_that_the_plan_does_not_know() -> None:
     assert "crossattention" in _refusal(model)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "t5", "bert", "vit", "nemotron"])
-def test_sequence_parallel_where_no_plan_has_the_last_norm(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [("t5", "reads all of the encoder's"), ("vit", "a class token"), ("nemotron", "no plan says after which norm")],
+)
+def test_tokens_that_cannot_be_split(kind: str, why: str) -> None:
     said = _refusal(adapted(kind, meta=True), sequence_parallel=True)
-    assert "mesh.sequence_parallel: no plan says after which norm" in said and f"'{kind}'" in said
+    assert (
+        said.startswith(f"mesh.sequence_parallel: the tokens of model type '{kind}' cannot be split: ") and why in said
+    )
 
 
 def test_sequence_parallel_needs_tensor_parallel() -> None:

@@ -1,8 +1,11 @@
-"""Pipeline schedules: stages of each rank, number of pieces of a step, and the bubble."""
+"""Pipeline schedules: blocks and stages of each rank, number of pieces of a step, and the bubble."""
 
 from __future__ import annotations
 
-from ...errors import UserError
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ..errors import UserError
 
 _TWO_A_RANK = ("interleaved", "zero-bubble", "zbv")
 
@@ -30,6 +33,43 @@ def virtual_stages(schedule: str, virtual: int | None) -> int:
     if schedule == "zbv" and virtual not in (None, 2):
         raise UserError(f"mesh.virtual: zbv holds two stages a rank, not {virtual}; set 2 or leave it out")
     return virtual or (2 if schedule in _TWO_A_RANK else 1)
+
+
+@dataclass(frozen=True)
+class BlockCosts:
+    """Floating-point operations per token of one training step; `last`: of the head, which only the last stage has."""
+
+    blocks: tuple[float, ...]
+    last: float
+
+
+def split_blocks(costs: BlockCosts, stages: int) -> list[range]:
+    """Return runs of blocks, one per stage and none empty, that minimise the cost of the most expensive one; then the
+    most even such runs. Raises UserError for more stages than blocks."""
+    n = len(costs.blocks)
+    if stages > n:
+        raise UserError(
+            f"mesh.pp, mesh.virtual: {stages} stages are more than the model's {n} blocks; set mesh.pp × mesh.virtual "
+            f"to at most {n}"
+        )
+    sums = [0.0]
+    for cost in costs.blocks:
+        sums.append(sums[-1] + cost)
+    sums[-1] += costs.last
+    # best[k]: (most expensive stage, sum of squares, borders) of the first k blocks over the stages so far
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
+    for stage in range(1, stages + 1):
+        ends = [n] if stage == stages else range(stage, n - (stages - stage) + 1)
+        best = {
+            end: min(
+                (max(dearest, sums[end] - sums[start]), squares + (sums[end] - sums[start]) ** 2, (*borders, end))
+                for start, (dearest, squares, borders) in best.items()
+                if start < end
+            )
+            for end in ends
+        }
+    borders = best[n][2]
+    return [range(start, stop) for start, stop in pairwise(borders)]
 
 
 def stages_of(rank: int, *, pp: int, virtual: int, schedule: str) -> tuple[int, ...]:
