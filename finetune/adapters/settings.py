@@ -287,7 +287,7 @@ def renamed_layers(backbone: PreTrainedModel, names: Iterable[str]) -> list[str]
 def saved_as_parameters(config: Any, backbone: Any) -> Any:
     """Return `config` as it is written to a file: `renamed_layers` as parameters, each with its rank and alpha, and
     then without dropout, which PEFT has for modules alone."""
-    targets = getattr(config, "target_modules", None)  # soft tokens have none
+    targets: Any = getattr(config, "target_modules", None)  # soft tokens have none
     renamed = [] if targets is None or isinstance(targets, str) else renamed_layers(backbone, sorted(targets))
     if not renamed:
         return config
