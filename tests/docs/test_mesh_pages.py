@@ -92,7 +92,9 @@ def test_commands_are_valid(words: list[str]) -> None:
     check_settings(RuleSettings(recipe.mesh, recipe.train, recipe.adapter, recipe.task))
     if words[0] != "flatshift":
         counts = [
-            int(words[i + 1]) for i, word in enumerate(words) if word.startswith(("--nnodes", "--nodes", "--nproc", "--ntasks", "--num_"))
+            int(words[i + 1])
+            for i, word in enumerate(words)
+            if word.startswith(("--nnodes", "--nodes", "--nproc", "--ntasks", "--num_"))
         ]
         assert math.prod(counts) == recipe.mesh.size
 
