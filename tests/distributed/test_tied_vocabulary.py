@@ -14,6 +14,7 @@ from benchmarks._sized import Sizes, Updates, micro_batch, random_llama, save_ba
 from benchmarks.sharding_memory import TINY
 from flatshift.finetune.compute.loss import batch_loss
 from flatshift.finetune.compute.numerics import evaluation_mode
+from flatshift.finetune.parallel.tensor import vocabulary
 from tests.support.distributed_ranks import run_ranks
 
 VOCABULARY, TOKENS = 1021, 16  # a prime: the last rank has fewer tokens
@@ -32,6 +33,7 @@ def save(folder: Path, kind: str) -> str:
 
 def course(folder: str, mesh: dict[str, int], rows: int) -> dict[str, Any]:
     """Losses of updates, the gradients of the first, and logits of rows of another length on each rank."""
+    vocabulary._GATHERED = 5 * 511  # five rows at once
     updates = Updates(folder, mesh, vocabulary=VOCABULARY, rows=rows, tokens=TOKENS)
     engine = updates.engine
     updates.find_head()

@@ -21,6 +21,9 @@ from ...compute.loss import soft_cap
 from ...compute.memory import slice_rows
 from . import borders
 
+_GATHERED = 1 << 20
+"""Logits of a rank that are gathered at once: they exist beside the whole ones, once more inside of gloo."""
+
 
 @dataclass(frozen=True)
 class VocabularySlice:
@@ -140,14 +143,18 @@ class _GatheredLogits(torch.autograd.Function):
         logits = hidden.new_empty(len(hidden), tokens.size)
         step = slice_rows(tokens.widest, capabilities(hidden.device).kind, hidden.element_size())
         for rank, (rows,) in tokens.rows_of_ranks(hidden):
+            done = 0
             for first in range(0, len(rows), step):
-                part, parts = F.pad(F.linear(rows[first : first + step], weight, bias), (0, missing)), None
-                if rank == own:
-                    parts = [torch.empty_like(part) for _ in range(dist.get_world_size(tokens.group))]
-                dist.gather(part, parts, group=tokens.group, group_dst=rank)
-                for start, columns in zip(range(0, tokens.size, tokens.widest), parts or (), strict=False):
-                    whole = logits[first : first + step, start : start + tokens.widest]
-                    whole.copy_(columns[:, : whole.shape[1]])
+                product = F.pad(F.linear(rows[first : first + step], weight, bias), (0, missing))
+                for part in product.split(max(_GATHERED // tokens.widest, 1)):
+                    parts = None
+                    if rank == own:
+                        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(tokens.group))]
+                    dist.gather(part, parts, group=tokens.group, group_dst=rank)
+                    for start, columns in zip(range(0, tokens.size, tokens.widest), parts or (), strict=False):
+                        whole = logits[done : done + len(part), start : start + tokens.widest]
+                        whole.copy_(columns[:, : whole.shape[1]])
+                    done += len(part)
         return logits
 
     @staticmethod
