@@ -428,6 +428,7 @@ TRAINING_ROWS = 1000
 """Training rows that a cell evaluates by default."""
 _LATER: dict[tuple[str, str], Any] = {
     ("optimizer", "kind"): "adamw",
+    ("mesh", "ep"): 1,
     ("train", "compile"): False,
     ("train", "skip_nonfinite"): 0,
     ("train", "weigh"): "rows",

@@ -203,6 +203,8 @@ def answer_nats(
         asked = model(
             input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1, **repeated
         )
+        if not asked.logits.shape[1]:  # with soft tokens PEFT drops as many positions as it added
+            raise ValueError("the model gives no logits of the last position alone")
         log_probs = F.log_softmax(asked.logits[:, -1].float(), dim=-1)
         nats = log_probs.new_zeros(written.shape)
         nats[:, 0] = -log_probs.gather(-1, written[:, 0].view(len(prompts), each)).flatten()

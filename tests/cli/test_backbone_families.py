@@ -188,8 +188,8 @@ def test_the_tables_of_positions_know_every_architecture() -> None:
 @pytest.mark.parametrize(
     ("settings", "package"),
     [
-        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}, "optimum"),
-        ({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, "gptqmodel"),
+        ({"quant_method": "quanto", "weights": "int8"}, "optimum"),
+        ({"quant_method": "eetq", "weights": "int8"}, "kernels"),
     ],
 )
 def test_a_package_that_is_missing_is_one_sentence(

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,11 +131,12 @@ class Writer:
     def __init__(self, paths: Any, **_: Any) -> None:
         self.names = (EVIL,)
 
-    def reply(self, name: str, asked: Any, *, decoding: Any, on_text: Any) -> Any:
+    def ask(self, name: str, asked: Any, *, decoding: Any, on_text: Any) -> Any:
         on_text(EVIL)
-        from flatshift.experiments.workflows.generate import Reply
+        return SimpleNamespace(text=EVIL, tokens=[1], ended=True)
 
-        return Reply(EVIL, 1, 1, True)
+    def answer(self, questions: Any) -> None:
+        """Nothing: the question has its reply."""
 
 
 def test_answers_steer_no_terminal(monkeypatch, capsys) -> None:
@@ -248,7 +250,7 @@ def test_a_full_disk_is_named_by_where_it_is_written_to(named: bool, monkeypatch
             error.filename, error.filename2 = "the/source", str(tmp_path / ".page.html.1234abcd.tmp" / "adapter")
         raise error
 
-    monkeypatch.setattr("flatshift.experiments.report.build_report", full)
+    monkeypatch.setattr("flatshift.experiments.report.page.build_report", full)
     assert run(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 2
     assert f"the disk is full at {tmp_path / 'page.html'}; free" in capsys.readouterr().err
     with pytest.raises(OSError, match="elsewhere"), exclusive_lock(tmp_path / "out"):

@@ -240,11 +240,11 @@ def test_an_instruct_model_keeps_its_own_template_and_the_arguments_travel(
     from flatshift.experiments.workflows.generate import GenerativeRuns
 
     asked: list = []
-    reply = GenerativeRuns.reply
+    ask = GenerativeRuns.ask
     monkeypatch.setattr(
         GenerativeRuns,
-        "reply",
-        lambda self, name, turns, **how: (asked.append(turns), reply(self, name, turns, **how))[1],
+        "ask",
+        lambda self, name, turns, **how: (asked.append(turns), ask(self, name, turns, **how))[1],
     )
     monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n/new\nHi\n"))
     assert run(["chat", str(instruct), "--system", "Be brief.", "--max-new-tokens", "2"]) == 0

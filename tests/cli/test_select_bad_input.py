@@ -205,7 +205,7 @@ def test_a_check_that_breaks_down_leaves_the_selection(given: Path, capsys, monk
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("of the check")
 
-    monkeypatch.setattr("flatshift.selection.checks.check_selection", broken)
+    monkeypatch.setattr("flatshift.selection.checks.check.check_selection", broken)
     assert select(given) == 0 and "checks" not in about(given)
     assert "not checked, by a fault of the check: ZeroDivisionError: of the check" in capsys.readouterr().err
     assert "Traceback" in (given / "out/log.txt").read_text(encoding="utf-8")

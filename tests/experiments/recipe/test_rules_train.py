@@ -75,7 +75,7 @@ def test_what_cannot_be_done_is_refused_before_anything_runs(monkeypatch: pytest
     refused(r"optimizer\.kind: .* needs one rank", optimizer=Optimizer(kind="adamw-8bit"), mesh=Mesh(dp=2))
     refused(r"leave mesh\.auto off", optimizer=Optimizer(kind="adamw-8bit"), mesh=Mesh(auto=True))
     compiled = Train(device="cpu", compile=True)
-    refused(r"train\.compile does not go with mesh\.tp", train=compiled, mesh=Mesh(tp=2))
+    refused(r"mesh\.ep > 1 does not go with .*train\.compile", train=compiled, mesh=Mesh(dp=2, ep=2))
     accurate = Train(device="cpu", best="accuracy")
     refused(r"train\.best: accuracy .* not for language-model; take loss", train=accurate)
     check_recipe(dataclasses.replace(base, train=accurate, task=Classify()))

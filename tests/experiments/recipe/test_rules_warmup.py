@@ -69,7 +69,6 @@ def test_what_its_configuration_tells_is_what_loading_tells(task, kind, bert, ba
         ({"task": "chat", "task.template": "plain"}, r"conversations \(task\.kind: chat\) have none; leave it out"),
         ({"select": "null"}, r"no `select` block: name a pool in select\.pool\.files"),
         ({"mesh.dp": 2, "warmup.batch_size": 3}, r"warmup\.batch_size: 3 rows do not divide among the 2 data ranks"),
-        ({"backbone": ENCODER, "mesh.tp": 2}, r"`warmup` block: mesh\.tp > 1 does not go with task\.kind: masked-lm"),
         ({"backbone": ENCODER, "adapter.init": "pissa"}, r"^adapter\.init: pissa does not go with the warm-up of an e"),
         (SOFT, r"^adapter\.soft_tokens: a warm-up hands on the factors of LoRA, .* leave the recipe's `warmup` block"),
         ({**SOFT, "adapter.projector.features": "clip"}, r"^adapter\.projector: the rows of a warm-up are texts"),

@@ -181,11 +181,6 @@ def test_tensor_parallel_where_rows_are_few(large: Path) -> None:
     assert "tp 4: a step is predicted to take" in why and "less than on pp 2" in why
 
 
-def test_no_tensor_parallel_where_the_adapter_forbids_it(large: Path) -> None:
-    axes, _ = pick(large, devices=NODE, train={"batch_size": 2}, adapter=Adapter(rank=16, dora=True))
-    assert "tp" not in axes
-
-
 def test_no_tensor_parallel_that_cuts_blocks_of_scales() -> None:
     """4,864 channels of the feed-forward are 76 blocks of 64, which seven ranks would cut."""
     sizes = read_sizes("qwen2.5-0.5b", Adapter())

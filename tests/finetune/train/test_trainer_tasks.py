@@ -122,7 +122,7 @@ def test_the_warm_up_is_what_the_backbone_can_do(source):
     [
         ({"task": "masked-lm", "data.label_noise": 0.1}, "has no labels to make wrong"),
         ({"task": "regress", "record.per_doubling": 2}, "record: task.kind: regress"),
-        ({"task": "masked-lm", "mesh.tp": 2}, "mesh.tp > 1 does not go with task.kind: masked-lm"),
+        ({"task": "masked-lm", "mesh.cp": 2}, "mesh.cp > 1 does not go with task.kind: masked-lm"),
         ({"task": "regress", "mesh.pp": 2}, "mesh.pp > 1 does not go with task.kind: classify with multi or regress"),
         ({"task.multi": True, "mesh.pp": 2}, "mesh.pp > 1 does not go with task.kind: classify with multi or regress"),
         ({"task": "regress", "mesh.cp": 2}, "mesh.cp > 1 does not go with task.kind: classify or regress"),
