@@ -223,6 +223,7 @@ def main() -> int:
     if missing:
         print(f"{missing[0]} is not installed; pip install 'flatshift[real]'", file=sys.stderr)
         return 0 if arguments.if_installed else 2
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it, and so would servers
     with tempfile.TemporaryDirectory(prefix="flatshift-real-") as name:
         folder = Path(name)
         write_rows(folder)
