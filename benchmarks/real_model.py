@@ -377,7 +377,7 @@ def _words_of(mesh: dict[str, int]) -> str:
 
 def _seconds_of_a_run(bench: Benchmark) -> None:
     """A run's own record of its plan."""
-    rows = [{"prompt": f"{ASK} {i} " + "word " * 360, "completion": "an answer " * 40} for i in range(24)]
+    rows = [{"prompt": f"{ASK} {i} " + "word " * 280, "completion": "an answer " * 40} for i in range(24)]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         settings = "--train.steps 4 --train.batch_size 4 --train.max_length 384 --train.threads 1 --out run"
