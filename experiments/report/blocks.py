@@ -170,6 +170,8 @@ class ChapterPart:
     tiles: Sequence[KeyFigure] = ()
     sections: Sequence[Section] = ()
     facts: Sequence[tuple[str, str]] = ()
+    is_conclusive: bool = True
+    """False if it found nothing that a page of several chapters could begin with."""
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def build_chapter(run: RunResults) -> Chapter:
         tiles=[tile for _, part in parts for tile in part.tiles][:8],
         sections=[*(section for _, part in parts for section in part.sections), *_provenance_sections(run)],
         command=run.command,
-        weight=max((len(PARTS) - index for index, part in parts if part.kind), default=0),
+        weight=max((len(PARTS) - index for index, part in parts if part.kind and part.is_conclusive), default=0),
     )
 
 

@@ -61,7 +61,7 @@ def _part(document: Document) -> ChapterPart:
         note = f"{'no p' if p is None else f'p = {formats.number(p)} (Holm)'}, seeds: {m['primary']['n']}"
         mean, interval = formats.mean_and_interval(m["primary"], _display_factor(metric))
         tiles.append(KeyFigure(f"{name}, {_difference_unit(metric)}", mean, interval, note))
-    return ChapterPart("comparison", [finding], tiles, sections, facts)
+    return ChapterPart("comparison", [finding], tiles, sections, facts, is_conclusive=bool(ranked))
 
 
 def summary_lines(document: Document) -> list[str]:

@@ -93,6 +93,18 @@ def test_demo_page_shows_every_section(demo, tmp_path):
     assert "majority baseline" in page.words and "t-interval" in page.words
 
 
+def test_a_comparison_without_a_result_is_no_headline(demo, tmp_path):
+    runs = tmp_path / "runs"
+    shutil.copytree(demo, runs)
+    (file,) = [path for path in runs.rglob("*.json") if '"confirmatory"' in path.read_text(encoding="utf-8")]
+    document = json.loads(file.read_text(encoding="utf-8"))
+    for method in document["methods"].values():
+        method["primary"] = None
+    file.write_text(json.dumps(document), encoding="utf-8")
+    text, page = page_of(tmp_path, runs)
+    assert "No informative task" in page.words and not re.search(r"<h1>(After Holm|No informative)", text)
+
+
 def test_page_is_offline_and_themed(demo, tmp_path):
     text, page = page_of(tmp_path, demo)
     for name, value in page.attributes:
