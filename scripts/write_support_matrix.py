@@ -109,7 +109,7 @@ def setting_table() -> list[str]:
 
 def model_type_table() -> list[str]:
     """Return the table of model type × axis: the largest difference of a loss from one process, over all variants."""
-    axes = ("tp", "sequence_parallel", "pp", "cp", "ep")
+    axes = ("dp", "tp", "sequence_parallel", "pp", "cp", "ep")
     table = [f"| model type | {' | '.join(f'`mesh.{axis}`' for axis in axes)} |", f"|---|{'---|' * len(axes)}"]
     cells: dict[str, dict[str, float | None]] = {}
     for row in json.loads(CELLS.read_text(encoding="utf-8"))["rows"]:
@@ -154,9 +154,10 @@ def render_page() -> str:
         "in a format that is not [read as floats](quantised.md#files-that-are-quantised), or a rank cannot draw its",
         "part of the dropout masks (experts of Switch Transformers). The other axes take the plans that",
         "transformers has for a model type (`base_model_tp_plan`, `base_model_pp_plan`), or an entry of",
-        "`finetune/models/families.py`. These were trained with dropout on two processes and compared with one, some",
-        "also with one key-value head and with widths that two does not divide: the largest difference of a loss in 16",
-        "updates, in nats. A model type that is not here is compared before its first step, by a small copy",
+        "`finetune/models/families.py`. These were trained on two processes and compared with one, with and without",
+        "dropout (`mesh.dp` without), some also with one key-value head and with widths that two does not divide: the",
+        "largest difference of a loss in 16 updates, in nats. A model type that is not here is compared before its",
+        "first step, by a small copy",
         "([which mesh](which-mesh.md#what-limits-an-axis)), and refused with the figures if it differs; `mesh.ep`",
         "takes all for which transformers has an expert-parallel plan.\n",
         *model_type_table(),
