@@ -351,6 +351,10 @@ class Train:
         return max(1, round(every * self.steps)) if 0 < every < 1 else int(every)
 
 
+MESH_AXES = ("pp", "replicate", "dp", "ep", "cp", "tp")
+"""Axes of a mesh, those of the farthest ranks first."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
     """Device mesh: number of ranks along each parallel axis, and its options. All ones: one process, one device."""

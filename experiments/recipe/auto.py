@@ -17,14 +17,14 @@ from flatshift.experiments.recipe.resolve import Resolved, is_given, read_origin
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch, Tree, from_override, merge, parse_file
 from flatshift.finetune import assets
-from flatshift.finetune.config import Mesh, Precision, Train
+from flatshift.finetune.config import MESH_AXES, Mesh, Precision, Train
 from flatshift.finetune.data.chat.template import AUTO, describe_template, resolve_template
 from flatshift.finetune.errors import UserError, user_path
 from flatshift.finetune.figures import format_bytes
 from flatshift.finetune.launch import consistency, job, spawn
 from flatshift.finetune.models.families import LEAKS_PACKED
 from flatshift.finetune.planner.footprint import predict_footprint
-from flatshift.finetune.planner.layouts import AXES, resolve_mesh
+from flatshift.finetune.planner.layouts import resolve_mesh
 from flatshift.finetune.planner.rules import RuleSettings, broken_rule
 from flatshift.finetune.planner.sizes import BackboneSizes
 
@@ -242,7 +242,7 @@ def mesh_flags(recipe: Recipe, *, set_axes: Collection[str] | None = None) -> li
         return []
     requested, text = recipe.mesh, ""
     if set_axes is not None:
-        free: dict[str, Any] = {axis: 1 for axis in AXES if axis not in set_axes}
+        free: dict[str, Any] = {axis: 1 for axis in MESH_AXES if axis not in set_axes}
         requested = dataclasses.replace(requested, **free)
     if job.rank() == 0:
         processes = node = None
@@ -267,7 +267,7 @@ def mesh_flags(recipe: Recipe, *, set_axes: Collection[str] | None = None) -> li
 
 def axis_flags(mesh: Mesh) -> list[str]:
     """Return the axes of `mesh` as flags."""
-    return [*(f"--mesh.{axis}={getattr(mesh, axis)}" for axis in AXES), "--mesh.auto=false"]
+    return [*(f"--mesh.{axis}={getattr(mesh, axis)}" for axis in MESH_AXES), "--mesh.auto=false"]
 
 
 def find_mesh_overrides(overrides: Iterable[Branch]) -> set[str]:

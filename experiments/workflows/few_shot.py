@@ -18,21 +18,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from scipy.special import log_softmax, softmax
 from scipy.stats import binomtest
 
 from flatshift.experiments.recipe.build import build_settings
 from flatshift.experiments.recipe.tree import parse_file
-from flatshift.finetune.compute.loss import Head, find_head, head_probe
+from flatshift.finetune.compute.loss import Head
 from flatshift.finetune.data.config import Columns
 from flatshift.finetune.data.encoding import SpecialTokens
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.rows import Row, read_rows, require_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.bootstrap import ResampledMetric
-from flatshift.finetune.evaluate.candidates import Candidate, score_candidates, tokenize_candidates
+from flatshift.finetune.evaluate.candidates import (
+    Candidate,
+    find_ranking_head,
+    score_candidates,
+    tokenize_candidates,
+)
 from flatshift.finetune.evaluate.prediction_metrics import classification_metrics
 from flatshift.finetune.evaluate.prompts import FilledPrompt, Prompt, check_prompt, fill_prompt, shipped_prompts
 from flatshift.finetune.seeds import numpy_generator
@@ -204,9 +208,10 @@ class _Ranker:
     @cached_property
     def head(self) -> Head | None:
         """The model's plain head, by which no logits of padding are computed; None if it has none."""
-        text = self.tokenizer(self.items[0].before[0] or "a text", return_tensors="pt").to(self.inference.device)
-        with torch.no_grad(), self.inference.precision():
-            return find_head(self.model, head_probe({"input_ids": text["input_ids"]}), task=Completion())
+        item = self.items[0]
+        text = self._join([], item.before[0], item.candidates[0], item.after)
+        (candidate,) = tokenize_candidates(self.tokenizer, [text], self.prefix)
+        return find_ranking_head(self.model, candidate.ids, self.inference, task=Completion())
 
     def draw_shots(self, source: Sequence[Row], seed: int) -> list[list[str]]:
         """Return the worked examples before each row, in order."""

@@ -22,9 +22,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..compute.loss import Head
+from ..compute.loss import Head, find_head, head_probe
+from ..compute.protocols import LossTask
 from ..data.encoding import iter_chunks
-from ..data.eval_batching import EvalBatching
+from ..data.eval_batching import ALONE, EvalBatching
 from ..models.anatomy import cache_argument, output_cache
 from .generation import pad_rows
 
@@ -69,6 +70,15 @@ def tokenize_candidates(tokenizer: Any, texts: Sequence[tuple[str, str, str]], b
         scored = len((label + after).encode())
         candidates.append(Candidate((*begin, *ids), len(begin) + size, span, scored))
     return candidates
+
+
+def find_ranking_head(model: Any, ids: Sequence[int], inference: EvalBatching, *, task: LossTask) -> Head | None:
+    """Return the model's plain head, found with the tokens `ids` of any text; None on a mesh, or if it has none."""
+    if inference.share != ALONE:
+        return None
+    with inference.precision():
+        inputs = {"input_ids": torch.tensor([ids], device=inference.device)}
+        return find_head(model, head_probe(inputs), task=task)
 
 
 @torch.no_grad()
@@ -186,7 +196,7 @@ def answer_nats(
     float32, and the mask of real tokens.
 
     Prompts are padded on the left, answers on the right. cache: of `size` tokens before all prompts. head: the model's
-    own (`flatshift.finetune.compute.loss.find_head`), which computes the logits of real tokens alone, some at a time.
+    own (`find_ranking_head`), which computes the logits of real tokens alone, some at a time.
     """
     each = len(answers) // len(prompts)
     ids, mask = pad_rows(prompts, inference.pad_id, left=True)

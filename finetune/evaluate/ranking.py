@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..compute.loss import Head, find_head, head_probe
+from ..compute.loss import Head
 from ..compute.protocols import LossTask
 from ..data.encoding import iter_chunks
 from ..data.eval_batching import ALONE, EvalBatching
 from ..data.example import IGNORE, Example
 from .answers import prompt_tokens
-from .candidates import answer_nats
+from .candidates import answer_nats, find_ranking_head
 from .perplexity import document_nats
 
 _VECTORS = 1 << 26
@@ -35,7 +35,9 @@ def rank_choices(model: Any, examples: Sequence[Example], inference: EvalBatchin
 
     The model must be in evaluation mode (`evaluating`). Each example has K `choices`.
     """
-    head = _find_head(model, examples, inference, task)
+    prompt = prompt_tokens(examples[0])
+    has_text_prompt = bool(prompt) and examples[0].features is None
+    head = find_ranking_head(model, prompt, inference, task=task) if has_text_prompt else None
     if not _can_repeat_cache(model, examples, inference, task, head):
         return _rank_separately(model, examples, inference, task)
     scores = np.zeros((len(examples), len(examples[0].choices or ())))
@@ -47,16 +49,6 @@ def rank_choices(model: Any, examples: Sequence[Example], inference: EvalBatchin
             scores[index] = batch_scores
         inference.heartbeat(len(batch))
     return inference.share.add(scores)
-
-
-def _find_head(model: Any, examples: Sequence[Example], inference: EvalBatching, task: LossTask) -> Head | None:
-    """Return the model's plain head; None on a mesh, for examples with features, or if it has none."""
-    prompt = prompt_tokens(examples[0])
-    if inference.share != ALONE or not prompt or examples[0].features is not None:
-        return None
-    with inference.precision():
-        inputs = {"input_ids": torch.tensor([prompt], device=inference.device)}
-        return find_head(model, head_probe(inputs), task=task)
 
 
 def _can_repeat_cache(

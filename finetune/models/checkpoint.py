@@ -181,7 +181,7 @@ class CheckpointFiles:
     converted: tuple[str, ...]
     """Model names whose tensors transformers builds from several or from parts of one."""
     stacked: dict[str, list[list[str]]]
-    """Those of `converted` that are stacked experts (E, out, in): for each projection in it, top to bottom, the keys of
+    """Stacked experts (E, out, in) among `converted`: for each projection in it, top to bottom, the keys of
     its experts in order. The others need `from_pretrained`."""
     missing: tuple[str, ...]
     mismatched: tuple[str, ...]

@@ -30,12 +30,12 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from ..compute.capabilities import capabilities
-from ..config import Mesh
+from ..config import MESH_AXES, Mesh
 from ..errors import UserError
 from ..models.anatomy import routed_experts, transformer_blocks
 from ..models.checkpoint import canonical_name
 from .layout import local_part
-from .mesh import AXES, EXPERT_SHARDS, SHARDS, ProcessMesh
+from .mesh import EXPERT_SHARDS, SHARDS, ProcessMesh
 
 # A first dim that does not divide is still sharded if it is this many times the ranks: the remainder is negligible.
 _LONG = 64
@@ -210,9 +210,9 @@ def _fsdp_mesh(world: ProcessMesh, axes: tuple[str, ...]) -> DeviceMesh:
     if len(inner) == 1:
         return world.submesh("replicate", *inner)
     assert world.mesh is not None
-    outer = [axis for axis in AXES if axis not in ("replicate", *axes)]
-    order = [AXES.index(axis) for axis in (*outer, "replicate", *axes)]
-    ranks = world.mesh.mesh.reshape([world.width(axis) for axis in AXES])
+    outer = [axis for axis in MESH_AXES if axis not in ("replicate", *axes)]
+    order = [MESH_AXES.index(axis) for axis in (*outer, "replicate", *axes)]
+    ranks = world.mesh.mesh.reshape([world.width(axis) for axis in MESH_AXES])
     ranks = ranks.permute(order)[tuple(world.index(axis) for axis in outer)].flatten(1)
     groups = [world.group("replicate"), world.group(*inner)]
     return DeviceMesh.from_group(groups, world.device.type, mesh=ranks, mesh_dim_names=("replicate", "_".join(inner)))

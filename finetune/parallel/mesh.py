@@ -24,13 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import Mesh
+from ..config import MESH_AXES, Mesh
 from ..errors import UserError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-AXES = ("pp", "replicate", "dp", "ep", "cp", "tp")
 DATA = ("replicate", "dp", "ep")
 TOKENS = (*DATA, "cp")
 SHARDS = ("dp", "ep", "cp")
@@ -47,7 +46,7 @@ class ProcessMesh:
 
     device: torch.device
     mesh: DeviceMesh | None = None
-    """Mesh of the axes of several ranks, in the order of `AXES`; None in a single process."""
+    """Mesh of the axes of several ranks, in the order of `MESH_AXES`; None in a single process."""
     rank: int = 0
     size: int = 1
     _groups: dict[tuple[str, ...], Any] = field(default_factory=dict, repr=False, compare=False)
@@ -67,7 +66,7 @@ class ProcessMesh:
         check_mesh_size(mesh, size)
         if size == 1:
             return cls.alone(device)
-        widths = {axis: mesh.dp // mesh.ep if axis == "dp" else getattr(mesh, axis) for axis in AXES}
+        widths = {axis: mesh.dp // mesh.ep if axis == "dp" else getattr(mesh, axis) for axis in MESH_AXES}
         shape = {axis: width for axis, width in widths.items() if width > 1}
         devices = init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
         for group in devices.get_all_groups():  # torch gives them 10 or 30 minutes
@@ -100,7 +99,7 @@ class ProcessMesh:
 
     def flat(self, *axes: str) -> DeviceMesh:
         """Return a one-dimensional mesh over `axes` together, of several ranks. Collective at its first call."""
-        axes = tuple(axis for axis in AXES if axis in axes and self.width(axis) > 1)
+        axes = tuple(axis for axis in MESH_AXES if axis in axes and self.width(axis) > 1)
         if axes not in self._groups:  # cached: slicing a mesh is slower than many a collective
             mesh = self.submesh(*axes)
             if len(axes) > 1:
@@ -137,14 +136,14 @@ class ProcessMesh:
         return self.rank == 0
 
     def __str__(self) -> str:
-        widths = {axis: self.width(*(("dp", "ep") if axis == "dp" else (axis,))) for axis in AXES}
+        widths = {axis: self.width(*(("dp", "ep") if axis == "dp" else (axis,))) for axis in MESH_AXES}
         return " × ".join(f"{axis} {width}" for axis, width in widths.items() if width > 1) or "one device"
 
 
 def check_mesh_size(mesh: Mesh, processes: int) -> None:
     """Raise UserError unless the axes of `mesh` multiply to `processes`."""
     if mesh.size != processes:
-        named = " × ".join(f"{axis} {getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) > 1)
+        named = " × ".join(f"{axis} {getattr(mesh, axis)}" for axis in MESH_AXES if getattr(mesh, axis) > 1)
         raise UserError(
             f"mesh: {named or 'every axis 1'} makes {mesh.size} ranks, but {processes} processes were launched; "
             f"change one of them, or start without a launcher and {mesh.size} processes are spawned"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatshift.regularizers.config import RegularizerConfig
 
-from ..config import WIDTHS, Adapter, Mesh, Train
+from ..config import MESH_AXES, WIDTHS, Adapter, Mesh, Train
 from ..errors import UserError
 from ..figures import format_bytes, format_duration
 from ..models.families import block_stacks, find_family, has_expert_plan, is_tried, tensor_plan
@@ -33,7 +33,6 @@ from .throughput import StepLayout, StepSeconds, kernels_per_block, predict_seco
 if TYPE_CHECKING:
     from ..tasks import Task
 
-AXES = ("pp", "replicate", "dp", "ep", "cp", "tp")
 _RESERVED = (1.03, 1.10)  # memory reserved by the allocator ÷ memory in use, low and high
 _OUTSIDE = {"context": (0.5, 1.0), "nccl": (1.0, 2.0)}
 """GiB that nvidia-smi counts on top: a process's CUDA context, and NCCL's buffers with more than one rank."""
@@ -154,7 +153,7 @@ def best_layout(layouts: Sequence[Layout]) -> Layout:
 
 def wide_axes(mesh: Mesh) -> dict[str, int]:
     """Return the ranks along each axis that has more than one."""
-    return {axis: getattr(mesh, axis) for axis in AXES if getattr(mesh, axis) > 1}
+    return {axis: getattr(mesh, axis) for axis in MESH_AXES if getattr(mesh, axis) > 1}
 
 
 def mesh_name(mesh: Mesh) -> str:
@@ -199,7 +198,7 @@ def enumerate_layouts(
                 read = dataclasses.replace(settings, mesh=variant, train=settings.task.traits.count_token_rows(trained))
                 layout = price_layout(read, sizes, cluster)
                 layout = dataclasses.replace(layout, train=trained)
-                key = tuple(getattr(variant, axis) for axis in AXES)
+                key = tuple(getattr(variant, axis) for axis in MESH_AXES)
                 if key not in best or layout.order < best[key].order:
                     best[key] = layout
     if not best:

@@ -231,7 +231,7 @@ def test_variables_of_slurm_that_make_no_rank(change: dict[str, str], words: str
 
 
 def test_srun_alone_starts_a_job(tmp_path: Path) -> None:
-    """Two tasks with the variables that Slurm sets: the losses of one process; a task without its number is told so."""
+    """Two tasks with the variables that Slurm sets: the losses of one process; without its number a task is refused."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

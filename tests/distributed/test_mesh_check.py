@@ -1,5 +1,5 @@
 """The check before the first step on a mesh: a small copy of the backbone's own configuration equals one process, each
-fault that it is there for is told by its figure, and configurations drawn at random train or are refused."""
+fault that it is there for is refused with its figure, and configurations drawn at random train or are refused."""
 
 from __future__ import annotations
 

@@ -322,7 +322,7 @@ def test_a_slice_inside_a_block_of_scales_is_refused(tmp_path: Path) -> None:
 def test_a_run_on_stages_from_quantised_files_is_that_of_one_process(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """fp8 files, four bits with quantised scales, two stages: through the command, to the judged loss."""
+    """fp8 files, four bits with quantised scales, two stages: through the command, to the loss of its evaluation."""
     settings, pack = FORMATS["fp8"]
     quantized_copy(open_backbone("flatshift-5m").directory, tmp_path / "packed", settings, pack)
     about = {"train.steps": 3, "train.batch_size": 4, "train.max_length": 32, "train.threads": 1, "train.device": "cpu"}

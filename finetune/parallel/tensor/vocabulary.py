@@ -7,7 +7,7 @@ matrix stays where it is and hidden states travel.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,16 @@ class VocabularySlice:
                     dist.broadcast(tensor, group=self.group, group_src=rank)
                 yield rank, shared
 
+    def sum_for_each_rank(self, rows: Tensor, summand: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the sum over all ranks of their `summand` of this rank's `rows` (n, …)."""
+        total = summand(rows[:0])
+        for rank, (shared,) in self.rows_of_ranks(rows):
+            part = summand(shared)
+            dist.reduce(part, group=self.group, group_dst=rank)
+            if rank == dist.get_rank(self.group):
+                total = part
+        return total
+
 
 def _product_dtype(hidden: Tensor) -> torch.dtype:
     device = capabilities(hidden.device).kind
@@ -97,12 +107,7 @@ def split_embedding(embedding: Any, tokens: VocabularySlice) -> None:
     def forward(input: Tensor) -> Tensor:
         if not tokens.rows_differ:
             return borders.reduce_from_tp(summand(input), tokens.group)
-        for rank, (ids,) in tokens.rows_of_ranks(input.flatten()):
-            rows = summand(ids)
-            dist.reduce(rows, group=tokens.group, group_dst=rank)
-            if rank == dist.get_rank(tokens.group):
-                found = rows.view(*input.shape, -1)
-        return found
+        return tokens.sum_for_each_rank(input.flatten(), summand).unflatten(0, input.shape)
 
     embedding.num_embeddings = tokens.stop - tokens.start
     embedding.padding_idx = None  # an id of the whole vocabulary; it only stops a gradient, and the embedding is frozen
@@ -161,12 +166,7 @@ class _GatheredLogits(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         tokens, weight = ctx.tokens, ctx.weight.to(upstream.dtype)
-        gradient = upstream.new_empty(len(upstream), weight.shape[1])
-        for rank, (rows,) in tokens.rows_of_ranks(upstream):
-            summand = rows[:, tokens.start : tokens.stop] @ weight
-            dist.reduce(summand, group=tokens.group, group_dst=rank)
-            if rank == dist.get_rank(tokens.group):
-                gradient = summand
+        gradient = tokens.sum_for_each_rank(upstream, lambda rows: rows[:, tokens.start : tokens.stop] @ weight)
         return gradient, None, None, None
 
 

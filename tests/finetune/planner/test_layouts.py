@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from flatshift.finetune import assets
-from flatshift.finetune.config import Adapter, Mesh, Train
+from flatshift.finetune.config import MESH_AXES, Adapter, Mesh, Train
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.planner import devices as planner_devices
 from flatshift.finetune.planner.devices import Devices, visible_memory
 from flatshift.finetune.planner.footprint import predict_footprint
-from flatshift.finetune.planner.layouts import AXES, is_allowed, resolve_mesh
+from flatshift.finetune.planner.layouts import is_allowed, resolve_mesh
 from flatshift.finetune.planner.rules import RuleSettings, check_settings
 from flatshift.finetune.planner.sizes import BackboneSizes, read_sizes
 from flatshift.finetune.planner.throughput import RooflineConstants
@@ -80,7 +80,7 @@ def pick(backbone: Path, *, mesh: Mesh | None = None, adapter: Adapter = LORA, *
     chosen, reasons = resolve_mesh(asked, backbone=backbone, **settings, **more)
     assert not chosen.auto
     check_settings(RuleSettings(chosen, **settings))
-    return {axis: getattr(chosen, axis) for axis in AXES if getattr(chosen, axis) > 1}, "\n".join(reasons)
+    return {axis: getattr(chosen, axis) for axis in MESH_AXES if getattr(chosen, axis) > 1}, "\n".join(reasons)
 
 
 # ---------------------------------------------------------------------------------------------------- what it counts
