@@ -95,7 +95,9 @@ def read_requirements() -> list[Requirement]:
         project = tomllib.loads(source.read_text(encoding="utf-8"))["project"]
         lines = list(project["dependencies"])
         for extra, required in project["optional-dependencies"].items():
-            lines += [f'{line}; extra == "{extra}"' for line in required]
+            for line in required:
+                need, _, marker = line.partition(";")
+                lines.append(f"{need}; {f'({marker}) and ' if marker else ''}extra == \"{extra}\"")
     return [Requirement(line) for line in lines]
 
 
