@@ -37,7 +37,8 @@ KEPT = RESULTS / "gpu" / "measured.jsonl"
 def main() -> None:
     """Measure what is missing and write benchmarks/results/gpu.json."""
     os.environ |= expandable_segments_env(os.environ) | cublas_workspace_env(os.environ)  # before torch reads them
-    os.environ |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # a bundle's wheels are on it
+    os.environ |= {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     from benchmarks.gpu.plan import plan, rehearsed
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
