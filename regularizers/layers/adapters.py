@@ -103,11 +103,15 @@ class AdapterParameters:
             torch._foreach_copy_(before, values)
         try:
             with torch.no_grad():
-                steps = [direction[name] for name in self.parameters]
-                # A factor of another dtype would make CUDA fall back to a launch for each tensor.
-                moves = torch._foreach_mul(steps, factor.to(steps[0]) if isinstance(factor, Tensor) else factor)
-                torch._foreach_add_(values, [move.to(value) for move, value in zip(moves, values, strict=True)])
+                _add_scaled(values, [direction[name] for name in self.parameters], factor)
             yield
         finally:
             with torch.no_grad():
                 torch._foreach_copy_(list(self.values().values()), before)
+
+
+def _add_scaled(values: list[Tensor], steps: list[Tensor], factor: Tensor | float) -> None:
+    """Add `factor` · `steps` to `values` in place, in a few launches on CUDA."""
+    # A factor of another dtype would make CUDA fall back to a launch for each tensor.
+    moves = torch._foreach_mul(steps, factor.to(steps[0]) if isinstance(factor, Tensor) else factor)
+    torch._foreach_add_(values, [move.to(value) for move, value in zip(moves, values, strict=True)])
