@@ -84,7 +84,8 @@ class SelectionCell:
 
     each: whether every budget has a selection of its own, as the method shapes it for one size; else one order serves
     all, and a smaller budget takes its beginning. like: key of the selection that a matched draw follows. unit: of
-    budgets. form: whether form alone counts. times: how often a budget in tokens reads the choice.
+    budgets. form: whether form alone counts. times: how often a budget in tokens reads the choice. own: the budget's
+    share of the target's own texts.
     """
 
     key: str
@@ -100,6 +101,7 @@ class SelectionCell:
     unit: str = "passages"
     form: bool = False
     times: int = 1
+    own: float = 0.0
     kind: str = "selection"
     embedder: None = None
 
@@ -118,6 +120,7 @@ class TrainingCell:
 
     kind: `trial`, `fine-tune trial` or `final`. lr: of the warm-up; None: there is none. fine_tune_lr: None: no
     fine-tune. selection: its key. form, forgetting: whether it is evaluated in one plain form, and on the pool, too.
+    own: share of the warm-up's rows that are the target's own texts.
     """
 
     key: str
@@ -137,6 +140,7 @@ class TrainingCell:
     judged_length: int
     form: bool = False
     forgetting: bool = False
+    own: float = 0.0
     embedder: None = None
 
     @property
