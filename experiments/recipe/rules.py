@@ -159,8 +159,14 @@ RULES: tuple[RecipeRule, ...] = (
         lambda r: r.warmup is not None and r.adapter.soft_tokens is not None,
     ),
     RecipeRule(
-        "the recipe has a `warmup` block but no `select` block: name a pool in select.pool.files",
-        lambda r: r.warmup is not None and r.select is None,
+        "the recipe has a `warmup` block but no `select` block: name a pool in select.pool.files, or read the target's "
+        "own texts alone with warmup.own: 1",
+        lambda r: r.warmup is not None and r.select is None and r.warmup.own < 1,
+    ),
+    RecipeRule(
+        "warmup.own: 1 reads the training rows alone and no selection; leave the `select` block out (--select null), "
+        "or take a share below 1",
+        lambda r: r.warmup is not None and r.select is not None and r.warmup.own == 1,
     ),
     RecipeRule(
         "select.from: the recipe has no `warmup` block to train on that selection; add --warmup.steps 100, or train on "

@@ -92,8 +92,8 @@ class Select:
 
 @dataclass(frozen=True, kw_only=True)
 class WarmUp:
-    """Light fine-tune on the selection before the main one: language modelling with the same adapter and
-    regularizer."""
+    """Light fine-tune on the selection, the target's own texts or both before the main one: language modelling with the
+    same adapter and regularizer."""
 
     task: LanguageModel | MaskedLM | None = None
     """Objective of the warm-up; null: masked language modelling for an encoder, causal for a decoder."""
@@ -105,9 +105,13 @@ class WarmUp:
     """Examples of one micro-batch."""
     accumulate: int = 1
     """Micro-batches of one optimizer step."""
+    own: float = 0.0
+    """Share of the warm-up's tokens that come from the target's own texts, without their labels
+    (`select.target.files`, else the training rows); they are repeated where they are few. 1 reads them alone, without
+    a `select` block (task-adaptive pretraining, 2004.10964)."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, steps=(1, None), lr=(0, None), batch_size=(1, None), accumulate=(1, None))
+        check_bounds(self, steps=(1, None), lr=(0, None), batch_size=(1, None), accumulate=(1, None), own=(0, 1))
         check_bounds(self, steps=(None, MAX_STEPS))
         check_nonzero(self, lr="the warm-up would train nothing; to go without one, leave the `warmup` block out")
 
