@@ -433,6 +433,7 @@ TRAINING_ROWS = 1000
 _LATER: dict[tuple[str, str], Any] = {
     ("optimizer", "kind"): "adamw",
     ("mesh", "ep"): 1,
+    ("warmup", "own"): 0.0,
     ("train", "compile"): False,
     ("train", "skip_nonfinite"): 0,
     ("train", "weigh"): "rows",
