@@ -87,7 +87,7 @@ _ROWS: tuple[_Row, ...] = (
     ("mesh.adapters: replicate", REQUIRES, "mesh.dp or mesh.cp > 1", "without shards adapters are whole anyway",
      "leave it at shard", lambda s: s.mesh.adapters == "replicate" and s.mesh.dp * s.mesh.cp == 1),
     ("mesh.reshard: false", REQUIRES, "mesh.dp or mesh.cp > 1", "nothing is gathered on one rank",
-     "leave it at true", lambda s: not s.mesh.reshard and s.mesh.dp * s.mesh.cp == 1),
+     "leave it at true", lambda s: s.mesh.reshard is False and s.mesh.dp * s.mesh.cp == 1),
     ("mesh.offload", REQUIRES, "mesh.dp or mesh.cp > 1 and a CUDA device", "it moves FSDP2's shards to host memory",
      "leave it off", lambda s: s.mesh.offload and (s.mesh.dp * s.mesh.cp == 1 or s.train.device == "cpu")),
     ("mesh.offload", REQUIRES, "mesh.zero: 3", "the other stages shard no weights", "set mesh.zero: 3",
