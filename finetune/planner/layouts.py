@@ -180,7 +180,7 @@ def enumerate_layouts(
     free = [axis for axis in ("replicate", "dp", "tp", "pp") if getattr(requested, axis) == 1]
     best: dict[tuple[int, ...], Layout] = {}
     for mesh in enumerate_meshes(requested, cluster.count, free):
-        variants = mesh_variants(mesh, settings, sizes)
+        variants = expert_variants(mesh, settings, sizes)
         if mesh.tp > 1 and not mesh.sequence_parallel:
             variants.append(dataclasses.replace(mesh, sequence_parallel=True))
         for accumulate in _divisors(rows):
@@ -195,6 +195,9 @@ def enumerate_layouts(
                 trained = dataclasses.replace(batch, checkpointing=checkpointing)  # type: ignore[arg-type]
                 read = dataclasses.replace(settings, mesh=variant, train=settings.task.traits.count_token_rows(trained))
                 layout = price_layout(read, sizes, cluster)
+                if variant.pp > 1 and variant.reshard is None and 0 < layout.short < 1.1 * layout.needs.gathered:
+                    freeing = dataclasses.replace(read, mesh=dataclasses.replace(variant, reshard=True))
+                    layout = min(layout, price_layout(freeing, sizes, cluster), key=lambda each: each.order)
                 layout = dataclasses.replace(layout, train=trained)
                 key = tuple(getattr(variant, axis) for axis in MESH_AXES)
                 if key not in best or layout.order < best[key].order:
@@ -333,14 +336,12 @@ def enumerate_meshes(mesh: Mesh, ranks: int, free: Sequence[str]) -> Iterator[Me
             yield dataclasses.replace(mesh, **axes)
 
 
-def mesh_variants(mesh: Mesh, settings: RuleSettings, sizes: BackboneSizes) -> list[Mesh]:
-    """Return `mesh`, and the ways to divide a mixture's experts or to keep less gathered on the same axes."""
+def expert_variants(mesh: Mesh, settings: RuleSettings, sizes: BackboneSizes) -> list[Mesh]:
+    """Return `mesh`, and the ways to divide a mixture's experts among its dp ranks."""
     variants = [mesh]
     if mesh.tp == mesh.ep == 1 and has_expert_plan(sizes.kind):
         shares = [ep for ep in _divisors(mesh.dp)[1:] if sizes.experts % ep == 0]
         variants += [dataclasses.replace(mesh, ep=ep) for ep in shares]
-    if mesh.reshard is None and mesh.pp > 1 and mesh.dp * mesh.cp > 1:
-        variants += [dataclasses.replace(variant, reshard=True) for variant in variants]
     return [each for each in variants if each is mesh or not broken_rule(dataclasses.replace(settings, mesh=each))]
 
 
@@ -438,7 +439,7 @@ def resolve_mesh(
         variant
         for ranks in counts
         for option in enumerate_meshes(mesh, ranks, free)
-        for variant in mesh_variants(option, settings, sizes)
+        for variant in expert_variants(option, settings, sizes)
     ]
     allowed = [option for option in options if is_allowed(option, mesh, settings, sizes, node)]
     if not allowed:

@@ -19,6 +19,7 @@ import torch
 import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.plan_validation import RESERVED, loop_gigabytes
 from flatshift.finetune.compute.numerics import without_input_casts
 from flatshift.finetune.compute.precision import autocast
 from flatshift.finetune.config import Adapter, Mesh, Train
@@ -128,6 +129,11 @@ def test_a_block_keeps_what_the_trace_says(name: str, checkpointing: Any, precis
     for tokens in LENGTHS:
         said = (closed(4, tokens) - closed(2, tokens)) / 2
         assert said == pytest.approx(slope * tokens + constant, rel=0.005)
+
+
+@pytest.mark.parametrize(("adapter", "published"), RESERVED, ids=["r32", "r64", "feed-forward", "dora"])
+def test_memory_that_others_measured(adapter: Adapter, published: float) -> None:
+    assert loop_gigabytes(adapter) == pytest.approx(published, rel=0.05)
 
 
 def test_adapted_experts_are_kept_with_their_adapters() -> None:
