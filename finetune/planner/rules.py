@@ -74,10 +74,10 @@ _ROWS: tuple[_Row, ...] = (
      "set mesh.dp to a multiple of mesh.ep", lambda s: s.mesh.dp % s.mesh.ep != 0),
     ("mesh.ep > 1", INCOMPATIBLE, "mesh.tp > 1", "experts are divided along one of the two",
      "leave one of them at 1", lambda s: s.mesh.ep > 1 and s.mesh.tp > 1),
-    ("mesh.ep > 1", INCOMPATIBLE, "train.quantization, train.compile or mesh.offload",
+    ("mesh.ep > 1", INCOMPATIBLE, "train.quantization or mesh.offload",
      "the exchange of tokens has been compared with one process without them",
      "leave those out, or mesh.ep at 1", lambda s: s.mesh.ep > 1
-     and (s.train.quantization is not None or s.train.compile or s.mesh.offload)),
+     and (s.train.quantization is not None or s.mesh.offload)),
     ("mesh.zero: 1 or 2", REQUIRES, "mesh.dp or mesh.cp > 1", "there is nothing to shard on one rank",
      "leave mesh.zero at 3 or set mesh.dp", lambda s: s.mesh.zero != 3 and s.mesh.dp * s.mesh.cp == 1),
     ("mesh.zero: 1 or 2", INCOMPATIBLE, "mesh.adapters: replicate", "these stages shard nothing but adapters",
