@@ -379,9 +379,9 @@ class Mesh:
     zero: Literal[1, 2, 3] = 3
     """State sharded along dp: 3 weights too; 2 gradients and optimizer state of the adapter; 1 its optimizer state
     only."""
-    reshard: bool = True
+    reshard: bool | None = None
     """Free a block's gathered weights after its forward pass and gather them again for backward; false keeps them (half
-    the traffic, more memory)."""
+    the traffic, more memory), in a pipeline for all pieces of a step. null: true without a pipeline, false with one."""
     adapters: Literal["shard", "replicate"] = "shard"
     """Shard adapters along dp with their block, or replicate them and sum their gradients in one collective."""
     offload: bool = False
@@ -403,6 +403,11 @@ class Mesh:
         check_bounds(self, replicate=(1, None), dp=(1, None), tp=(1, None), pp=(1, None), cp=(1, None))
         check_bounds(self, ep=(1, None))
         check_bounds(self, virtual=(1, None), microbatches=(1, None), stall=(5, None))
+
+    @property
+    def reshards(self) -> bool:
+        """True if gathered weights are freed after a forward pass."""
+        return self.pp == 1 if self.reshard is None else self.reshard
 
     @property
     def size(self) -> int:

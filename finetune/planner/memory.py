@@ -300,8 +300,9 @@ def _communication_lines(engine: Engine, mesh: Mesh, train: Train, adapter: int)
     if sharding is not None and sharding.units:
         ranks = world.width(*SHARDS)
         axes = " × ".join(axis for axis in SHARDS if world.width(axis) > 1)
-        gathers = 2 if mesh.reshard and mesh.pp == 1 else 1
-        gathered = gathers * train.accumulate * sharding.sharded_bytes * (ranks - 1) // ranks
+        passes = train.accumulate if mesh.pp == 1 else _count_pieces(engine, mesh, train) if mesh.reshards else 1
+        gathers = (2 if mesh.reshards else 1) * passes
+        gathered = gathers * sharding.sharded_bytes * (ranks - 1) // ranks
         # in a ring each rank passes on all shards but its own: once for a reduce-scatter, twice for an all-reduce
         reduced = adapter * (ranks - 1) if mesh.adapters == "shard" else 2 * adapter * (ranks - 1) // ranks
         lines.append(
@@ -341,17 +342,22 @@ def _communication_lines(engine: Engine, mesh: Mesh, train: Train, adapter: int)
             "all-gather and one reduce-scatter a block)"
         )
     if mesh.pp > 1:
-        stages = virtual_stages(mesh.schedule, mesh.virtual)
-        pieces = pieces_per_micro(
-            rows, train.accumulate, pp=mesh.pp, virtual=stages, schedule=mesh.schedule, requested=mesh.microbatches
-        )
-        pieces = round_up_pieces(pieces * train.accumulate, pp=mesh.pp, schedule=mesh.schedule)
+        stages, pieces = virtual_stages(mesh.schedule, mesh.virtual), _count_pieces(engine, mesh, train)
         idle = bubble_fraction(mesh.pp, stages, pieces, mesh.schedule)
         lines.append(
             f"{format_bytes(2 * stages * states)} of activations along pp; {pieces} pieces through {mesh.pp} × "
             f"{stages} stages leave a bubble of {idle:.1%}"
         )
     return lines
+
+
+def _count_pieces(engine: Engine, mesh: Mesh, train: Train) -> int:
+    """Return the number of pieces of a step that go through a pipeline."""
+    rows, stages = train.batch_size // engine.share[1], virtual_stages(mesh.schedule, mesh.virtual)
+    pieces = pieces_per_micro(
+        rows, train.accumulate, pp=mesh.pp, virtual=stages, schedule=mesh.schedule, requested=mesh.microbatches
+    )
+    return round_up_pieces(pieces * train.accumulate, pp=mesh.pp, schedule=mesh.schedule)
 
 
 def optimizer_bytes(sizes: Sequence[int], kind: OptimizerKind) -> int:

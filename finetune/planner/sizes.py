@@ -27,7 +27,7 @@ _MAX_NUMBER = 1 << 53  # above it a whole number in config.json is no size, posi
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 ROUTED = ("num_experts_per_tok", "moe_k", "top_k")
 _EXPERT = re.compile(r"\.experts\.(?!.*router)")
-_ROUTER = re.compile(r"\.(gate|router)(\.[^.]+)?$")
+_ROUTER = re.compile(r"\.(gate|router|shared_expert_gate)(\.[^.]+)?$")
 _OUTPUT = re.compile(r"^(lm_head|embed_out|output_projection|cls)\b")
 """Tensors outside the blocks that compute logits of words; a model with its own head does not load them."""
 _WIDE = {"gelu_new": 5, "gelu": 2, "relu": 2}
@@ -85,6 +85,7 @@ class BackboneSizes:
     experts: int = 0  # experts per block; 0: not a mixture of experts
     routed: int = 0  # experts that a token is routed to
     expert_elements: int = 0  # elements of all experts of a block
+    expert_adapter: int = 0  # elements of the adapters on experts (`adapter.experts`), of all blocks; in `adapter` too
     head: int = 0  # channels of an attention head
     normed: bool = False  # True if queries and keys are normalised per head (Qwen3)
     ranks: tuple[int, int] = (0, 0)  # sum of the ranks of a block's adapted layers: (attention, other)
@@ -128,7 +129,7 @@ class BackboneSizes:
         """Return the sizes of a backbone with this configuration and these tensors (name → shape)."""
         blocks: dict[tuple[str | None, int], int] = {}
         ends, trained, inputs, multiplied, gated, normed = [], [0, 0], 0, 0, False, False
-        ranks, adapted_widths, routed, layers, output = [0, 0], [0, 0], 0, [], []
+        ranks, adapted_widths, routed, layers, output, on_experts = [0, 0], [0, 0], 0, [], [], 0
         for name, shape in shapes.items():
             match = _BLOCK.match(name)
             if match is None:
@@ -143,6 +144,7 @@ class BackboneSizes:
             if _EXPERT.search(name):
                 routed += math.prod(shape)
                 gated |= "gate" in name or "w3" in name
+                on_experts += (adapter.experts or 0) * _expert_channels(name, shape)
                 continue
             multiplied += math.prod(shape) if len(shape) == 2 else 0
             gated |= bool(re.search(r"gate_proj|wi_1|w1\.weight", name))
@@ -157,6 +159,9 @@ class BackboneSizes:
                 layers.append((shape[0], shape[1]))
         if not blocks:
             raise UserError(f"{context}: its weights show no blocks, so nobody can tell what fits")
+        if adapter.experts is not None and not on_experts:
+            raise UserError("adapter.experts: this backbone has no mixture of experts in its blocks; leave it at null")
+        trained[1] += on_experts
         experts = max((config[name] for name in _EXPERTS if isinstance(config.get(name), int)), default=0)
         chosen = _first_integer(config, *ROUTED) if routed else 0
         hidden = _first_integer(config, "hidden_size", "n_embd", "d_model")
@@ -182,6 +187,7 @@ class BackboneSizes:
             experts=experts if routed else 0,
             routed=chosen,
             expert_elements=routed // len(blocks),
+            expert_adapter=on_experts,
             positions=usable_positions(config),
             bounded=str(config.get("model_type")) in BOUNDED or any(map(_LEARNED.search, shapes)),
             layers=tuple(layers),
@@ -298,6 +304,18 @@ def _feed_forward_width(config: Mapping[str, Any], hidden: int, routed: int) -> 
         config, "n_shared_experts", default=0
     )
     return routed * expert_width + shared
+
+
+def _expert_channels(name: str, shape: tuple[int, ...]) -> int:
+    """Return the rows and columns of a tensor of experts, which A and B of rank 1 have together, over all its experts.
+
+    A gate and the map beside it are one parameter in the model, with one A, also where files have them apart.
+    """
+    if re.search(r"bias|scale", name) or len(shape) < 2:
+        return 0
+    if len(shape) == 3:
+        return shape[0] * (shape[1] + shape[2])
+    return shape[0] + (0 if re.search(r"\b(up_proj|w3)\b", name) else shape[1])
 
 
 def _is_adapted(name: str, adapter: Adapter) -> bool:

@@ -24,8 +24,8 @@ CASES: dict[tuple[str, str], tuple[dict, dict]] = {
     ),
     ("mesh.ep", "mesh.dp, a multiple of it"): ({"ep": 3, "dp": 4}, {"ep": 2, "dp": 4}),
     ("mesh.ep > 1", "mesh.tp > 1"): ({"ep": 2, "dp": 2, "tp": 2}, {"ep": 2, "dp": 2, "cp": 2}),
-    ("mesh.ep > 1", "train.quantization, train.compile or mesh.offload"): (
-        {"ep": 2, "dp": 2, "compile": True},
+    ("mesh.ep > 1", "train.quantization or mesh.offload"): (
+        {"ep": 2, "dp": 2, "offload": True, "device": "cuda"},
         {"ep": 2, "dp": 2},
     ),
     ("mesh.zero: 1 or 2", "mesh.dp or mesh.cp > 1"): ({"zero": 1, "replicate": 2}, {"zero": 1, "dp": 2}),
