@@ -1,0 +1,66 @@
+"""Gallery of recipes by task, model family and hardware: YAML texts of a few lines, generated from gallery.yaml."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flatshift.experiments.recipe.build import to_python
+from flatshift.experiments.recipe.tree import parse_file
+
+_TABLE = Path(__file__).with_name("gallery.yaml")
+_BLOCKS = ("adapter", "optimizer", "train", "mesh")
+_FOUR_BITS = ', in four bits (needs pip install "flatshift[quant]")'
+
+
+@dataclass(frozen=True)
+class GalleryRecipe:
+    """One recipe of the gallery."""
+
+    name: str
+    summary: str
+    task: str  # also the shipped recipe that it extends
+    family: str
+    backbone: str
+    hardware: str
+    gpus: str
+    """Cluster of `flatshift plan --gpus`."""
+    text: str
+    """Whole YAML, with comments."""
+
+
+@functools.cache
+def gallery_recipes() -> Mapping[str, GalleryRecipe]:
+    """Return name → recipe, in the order of the table."""
+    table = to_python(parse_file(_TABLE))
+    recipes = {}
+    for family, lines in table["families"].items():
+        for model, backbone, task, places in lines:
+            for hardware, train in places.items():
+                recipe = _write_recipe(table, family, f"{model}-{task}-{hardware}", backbone, task, hardware, train)
+                recipes[recipe.name] = recipe
+    return recipes
+
+
+def _write_recipe(
+    table: dict[str, Any], family: str, name: str, backbone: str, task: str, hardware: str, train: dict[str, Any]
+) -> GalleryRecipe:
+    machine, kind = table["hardware"][hardware], table["tasks"][task]
+    layers = (machine["settings"], kind["settings"], {"train": train})
+    tree: dict[str, Any] = {"extends": task, "backbone": backbone}
+    for block in _BLOCKS:
+        if values := {key: value for layer in layers for key, value in layer.get(block, {}).items()}:
+            tree[block] = values
+    bits = _FOUR_BITS if "quantization" in tree["train"] else ""
+    summary = f"{kind['title']}: {backbone.rpartition('/')[2]} on {machine['title']}{bits}"
+    text = (
+        f"# {summary}\n#\n#   flatshift train {name} --data {kind['rows']} --out runs/mine\n"
+        f"#   flatshift plan {name}      # for {machine['gpus']}\n"
+        f"{yaml.safe_dump(tree, default_flow_style=None, sort_keys=False, width=120)}"
+    )
+    return GalleryRecipe(name, summary, task, family, backbone, hardware, machine["gpus"], text)
