@@ -5,6 +5,7 @@ from flatshift.experiments.recipe.resolve import (
     Resolved,
     load_recipe,
     read_shipped_recipe,
+    recipe_like,
     resume_recipe,
     shipped_recipes,
 )
@@ -19,6 +20,7 @@ __all__ = [
     "load_recipe",
     "read_shipped_recipe",
     "recipe_key",
+    "recipe_like",
     "refuse_contradictions",
     "resume_recipe",
     "shipped_recipes",

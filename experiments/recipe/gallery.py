@@ -14,7 +14,7 @@ from flatshift.experiments.recipe.build import to_python
 from flatshift.experiments.recipe.tree import parse_file
 
 _TABLE = Path(__file__).with_name("gallery.yaml")
-_BLOCKS = ("adapter", "optimizer", "train", "mesh")
+_BLOCKS = ("adapter", "optimizer", "train", "mesh", "eval")
 _FOUR_BITS = ', in four bits (needs pip install "flatshift[quant]")'
 
 

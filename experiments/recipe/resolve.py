@@ -412,6 +412,20 @@ def resume_recipe(run: Path, overrides: Sequence[Branch] = (), *, other_rows: bo
     return Resolved(with_template_copy(run, after), run.name, read_origins(path, before) | changed)
 
 
+def recipe_like(run: Path, overrides: Sequence[Branch] = ()) -> Resolved:
+    """The recipe of an existing run directory for a new run, with any overrides on top.
+
+    Steps that the run counted from `train.epochs` are epochs again. Raises UserError as `resume_recipe` and
+    `load_recipe` do.
+    """
+    before = resume_recipe(run)
+    tree = before.tree()
+    origin = before.origins.get("train.steps", _DEFAULT)
+    if counted := re.match(r"train\.epochs (\S+) of ", origin):
+        tree = apply_overrides(tree, (from_override("train.epochs", counted[1], origin),))
+    return resolve_tree(tree, overrides, name=run.resolve().name)
+
+
 def read_origins(path: Path, recipe: Recipe) -> Origins:
     """Return the origins written in the file of a resolved recipe; values that were edited by hand have none.
 

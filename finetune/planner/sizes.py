@@ -274,6 +274,18 @@ class BackboneSizes:
         return sum(self.blocks) + sum(self.ends)
 
 
+def known_shape(model: str) -> Mapping[str, Any] | None:
+    """Return the configuration in `KNOWN` of a model by its name, with or without the maker; None if it has none."""
+    maker, _, name = model.lower().rpartition("/")
+    if maker not in _MAKERS:  # other makers' models of that name may have another shape
+        return None
+    return KNOWN.get(_plain_name(name))
+
+
+def _plain_name(name: str) -> str:
+    return name.removesuffix("-hf").removesuffix("-instruct").replace("meta-llama-", "llama-")
+
+
 def read_sizes(model: str | Path, adapter: Adapter) -> BackboneSizes:
     """Return the sizes of a backbone by name: a shape in `KNOWN`, a directory or config.json, or any name other
     commands accept; of its weights only headers are read, and none need exist.
@@ -281,8 +293,6 @@ def read_sizes(model: str | Path, adapter: Adapter) -> BackboneSizes:
     Raises UserError for a name that is none of these, and for a config.json that lacks required keys.
     """
     name = str(model)
-    maker, _, model_name = name.lower().rpartition("/")
-    key = model_name.removesuffix("-hf").removesuffix("-instruct").replace("meta-llama-", "llama-")
     path = Path(name).expanduser()
     if path.is_file():
         path = path.parent if path.name == "config.json" else path
@@ -291,8 +301,8 @@ def read_sizes(model: str | Path, adapter: Adapter) -> BackboneSizes:
             return BackboneSizes.read(path, adapter)
         config = read_json_object(path / "config.json", fix="name a model's folder or its config.json")
         return _sizes_from_config(config, adapter, str(path))
-    if key in KNOWN and maker in _MAKERS:  # other makers' models of that name may have another shape
-        return _sizes_from_config(dict(KNOWN[key]), adapter, name)
+    if (shape := known_shape(name)) is not None:
+        return _sizes_from_config(dict(shape), adapter, name)
     if path.is_file():
         raise UserError(f"--model {name} is a file; name a directory with config.json, or that config.json")
     try:
@@ -300,7 +310,7 @@ def read_sizes(model: str | Path, adapter: Adapter) -> BackboneSizes:
 
         return BackboneSizes.read(open_backbone(name).directory, adapter)
     except UserError as error:
-        near = difflib.get_close_matches(key, KNOWN, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(_plain_name(name.lower().rpartition("/")[2]), KNOWN, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise UserError(f"{hint}{error}; shapes of {len(KNOWN)} common models are known without it, as those that `flatshift recipes` names") from None
 
