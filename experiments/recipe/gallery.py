@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from flatshift.experiments.recipe.build import to_python
-from flatshift.experiments.recipe.tree import parse_file
+from flatshift.experiments.recipe.tree import dump, parse_file
 
 _TABLE = Path(__file__).with_name("gallery.yaml")
-_BLOCKS = ("adapter", "optimizer", "train", "mesh", "eval")
+_BLOCKS = ("task", "adapter", "optimizer", "train", "mesh", "eval")
 _FOUR_BITS = ', in four bits (needs pip install "flatshift[quant]")'
 
 
@@ -61,6 +59,6 @@ def _write_recipe(
     text = (
         f"# {summary}\n#\n#   flatshift train {name} --data {kind['rows']} --out runs/mine\n"
         f"#   flatshift plan {name}      # for {machine['gpus']}\n"
-        f"{yaml.safe_dump(tree, default_flow_style=None, sort_keys=False, width=120)}"
+        f"{dump(tree)}"
     )
     return GalleryRecipe(name, summary, task, family, backbone, hardware, machine["gpus"], text)

@@ -60,7 +60,9 @@ def _plain_default(field: dataclasses.Field[Any], components: list[type]) -> dic
 
 def _value_schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     choices = [_option_schema(option, definitions) for option in hint_options(hint)]
-    kinds = [option.kind for option in hint_options(hint) if dataclasses.is_dataclass(option) and hasattr(option, "kind")]
+    kinds = [
+        option.kind for option in hint_options(hint) if dataclasses.is_dataclass(option) and hasattr(option, "kind")
+    ]
     if len(kinds) > 1:
         choices.insert(0, {"enum": kinds})
     return choices[0] if len(choices) == 1 else {"anyOf": choices}
@@ -103,7 +105,11 @@ def iter_fields(cls: type) -> Iterator[tuple[dataclasses.Field[Any], Any, list[t
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
         options = hint_options(hint)
-        yield field, hint, [option for option in options if isinstance(option, type) and dataclasses.is_dataclass(option)]
+        yield (
+            field,
+            hint,
+            [option for option in options if isinstance(option, type) and dataclasses.is_dataclass(option)],
+        )
 
 
 def hint_options(hint: Any) -> tuple[Any, ...]:

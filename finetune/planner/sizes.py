@@ -35,7 +35,18 @@ _WIDE = {"gelu_new": 5, "gelu": 2, "relu": 2}
 _LEARNED = re.compile(r"\b(wpe|position_embeddings?|embed_positions|positions_embed)\.weight$")
 _LONGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors format
 _MAKERS = (
-    *("", "meta-llama", "mistralai", "qwen", "google", "microsoft", "huggingfacetb", "openai", "deepseek-ai", "zai-org"),
+    *(
+        "",
+        "meta-llama",
+        "mistralai",
+        "qwen",
+        "google",
+        "microsoft",
+        "huggingfacetb",
+        "openai",
+        "deepseek-ai",
+        "zai-org",
+    ),
     *("ibm-granite", "google-bert", "facebookai", "answerdotai"),
 )
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
@@ -312,7 +323,9 @@ def read_sizes(model: str | Path, adapter: Adapter) -> BackboneSizes:
     except UserError as error:
         near = difflib.get_close_matches(_plain_name(name.lower().rpartition("/")[2]), KNOWN, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UserError(f"{hint}{error}; shapes of {len(KNOWN)} common models are known without it, as those that `flatshift recipes` names") from None
+        raise UserError(
+            f"{hint}{error}; shapes of {len(KNOWN)} common models are known without it, as those that `flatshift recipes` names"
+        ) from None
 
 
 def _sizes_from_config(config: dict[str, Any], adapter: Adapter, context: str) -> BackboneSizes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -12,7 +11,7 @@ from typing import Any, Literal
 
 from tyro.conf import Positional
 
-from flatshift.command_line import parse_flags
+from flatshift.command_line import parse_flags, print_json, print_result
 from flatshift.experiments.recipe import gallery_recipes, read_shipped_recipe, shipped_recipes
 from flatshift.finetune.atomic import write_text
 from flatshift.finetune.errors import UserError
@@ -44,10 +43,14 @@ def run(argv: list[str]) -> int:
         raise UserError("--out is of `recipes from`; `recipes copy NAME FILE` copies a recipe")
     if flags.action == "list":
         entries = _list_entries(flags.name or "")
-        print(json.dumps(entries, indent=2, ensure_ascii=False) if flags.json else "\n".join(_list_lines(entries)))
+        print_result(entries, "\n".join(_list_lines(entries)), as_json=flags.json)
         return 0
     if flags.name is None:
-        names = "a FILE of axolotl or LLaMA-Factory" if flags.action == "from" else f"a NAME: {', '.join(shipped_recipes())}"
+        names = (
+            "a FILE of axolotl or LLaMA-Factory"
+            if flags.action == "from"
+            else f"a NAME: {', '.join(shipped_recipes())}"
+        )
         raise UserError(f"recipes {flags.action} needs {names}")
     if flags.action == "from":
         return _translate(flags, Path(flags.name))
@@ -95,7 +98,7 @@ def _translate(flags: Flags, file: Path) -> int:
 
     translated = translate_recipe(file)
     if flags.json:
-        print(json.dumps(asdict(translated), indent=2, ensure_ascii=False))
+        print_json(asdict(translated))
     if flags.out is not None:
         _write_new(flags.out, translated.text)
     if not flags.json:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
-from flatshift.command_line import parse_flags
+from flatshift.command_line import parse_flags, print_json
 from flatshift.experiments.recipe.json_schema import recipe_schema
 
 
@@ -16,5 +15,5 @@ class Flags:
 
 def run(argv: list[str]) -> int:
     parse_flags(Flags, "schema", argv)
-    print(json.dumps(recipe_schema(), indent=2, ensure_ascii=False))
+    print_json(recipe_schema())
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from tyro.conf import Positional
 
 from flatshift import outcome
 from flatshift.api import draw_report
-from flatshift.command_line import data_override, parse_command, spawn_ranks, split_overrides
+from flatshift.command_line import data_override, parse_command, print_json, spawn_ranks, split_overrides
 from flatshift.experiments.recipe import load_recipe, recipe_like, resume_recipe
 from flatshift.experiments.recipe.auto import axis_flags, find_mesh_overrides, mesh_flags
 from flatshift.experiments.recipe.schema import format_keys_by_block
@@ -49,7 +48,9 @@ def run(argv: list[str]) -> int:
         raise
     overrides = data_override(flags.data, overrides)
     if sum(source is not None for source in (flags.recipe, flags.resume, flags.like)) != 1:
-        raise UserError("train needs one of RECIPE (`flatshift recipes` lists them), --resume RUN_DIR and --like RUN_DIR")
+        raise UserError(
+            "train needs one of RECIPE (`flatshift recipes` lists them), --resume RUN_DIR and --like RUN_DIR"
+        )
     run_directory, resolved, axes = flags.resume or flags.out, None, overrides
     if flags.resume is not None:
         if flags.out is not None:
@@ -90,7 +91,7 @@ def run(argv: list[str]) -> int:
     if job.rank() != 0:
         return 0
     if flags.json:
-        print(json.dumps(result, indent=2, ensure_ascii=False))
+        print_json(result)
     elif run_directory is not None:
         outcome.print_training_outcome(run_directory)
     return 0
