@@ -23,7 +23,7 @@ TABLE = ["| key | default | meaning |", "|---|---|---|"]
 HEAD = f"""# Recipes
 
 `flatshift recipes` lists them: those to start from, then models by task, family and hardware. `flatshift recipes list
-qwen3` lists a part, `flatshift recipes show NAME` prints one, `flatshift recipes copy NAME` writes it here to be changed.
+qwen3` lists a part, `flatshift recipes show NAME` prints one, `flatshift recipes copy NAME` writes it to be changed.
 Recipes of axolotl and LLaMA-Factory are translated: [coming from another tool](migrate.md).
 
 A recipe is YAML 1.2 that fills the settings below; what it leaves out keeps its default. `5e-4` is a number and `no` is

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,18 +38,26 @@ def gallery_recipes() -> Mapping[str, GalleryRecipe]:
     table = to_python(parse_file(_TABLE))
     recipes = {}
     for family, lines in table["families"].items():
-        for model, backbone, task, places in lines:
+        for model, backbone, task, places, *settings in lines:
             for hardware, train in places.items():
-                recipe = _write_recipe(table, family, f"{model}-{task}-{hardware}", backbone, task, hardware, train)
+                name, layers = f"{model}-{task}-{hardware}", (*settings, {"train": train})
+                recipe = _write_recipe(table, family, name, backbone, task, hardware, layers)
                 recipes[recipe.name] = recipe
     return recipes
 
 
 def _write_recipe(
-    table: dict[str, Any], family: str, name: str, backbone: str, task: str, hardware: str, train: dict[str, Any]
+    table: dict[str, Any],
+    family: str,
+    name: str,
+    backbone: str,
+    task: str,
+    hardware: str,
+    layers: Sequence[dict[str, Any]],
 ) -> GalleryRecipe:
+    """Return a recipe of the settings of its hardware, its task, and `layers`, later ones on top."""
     machine, kind = table["hardware"][hardware], table["tasks"][task]
-    layers = (machine["settings"], kind["settings"], {"train": train})
+    layers = (machine["settings"], kind["settings"], *layers)
     tree: dict[str, Any] = {"extends": task, "backbone": backbone}
     for block in _BLOCKS:
         if values := {key: value for layer in layers for key, value in layer.get(block, {}).items()}:

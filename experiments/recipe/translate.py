@@ -10,8 +10,8 @@ from typing import Any
 
 from flatshift.experiments.recipe.build import to_python
 from flatshift.experiments.recipe.resolve import apply_overrides, recipe_tree, resolve_tree
-from flatshift.experiments.recipe.tree import Branch, Leaf, Tree, dump, from_mapping, merge, parse_file
 from flatshift.experiments.recipe.schema import Recipe
+from flatshift.experiments.recipe.tree import Branch, Leaf, Tree, dump, from_mapping, merge, parse_file
 from flatshift.finetune.atomic import read_json_object
 from flatshift.finetune.data.formats import HUB
 from flatshift.finetune.errors import UserError
@@ -62,8 +62,8 @@ _FACTORY = {
     "val_size": "data.holdout",
 }
 _OPTIMIZERS = {
-    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw"), {"optimizer.kind": "adamw"}),
-    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit"), {"optimizer.kind": "adamw-8bit"}),
+    **{name: {"optimizer.kind": "adamw"} for name in ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw")},
+    **{name: {"optimizer.kind": "adamw-8bit"} for name in ("adamw_bnb_8bit", "adamw_8bit")},
     "paged_adamw_32bit": {"optimizer.kind": "paged-adamw"},
     "paged_adamw_8bit": {"optimizer.kind": "paged-adamw-8bit"},
 }

@@ -323,9 +323,7 @@ def read_sizes(model: str | Path, adapter: Adapter) -> BackboneSizes:
     except UserError as error:
         near = difflib.get_close_matches(_plain_name(name.lower().rpartition("/")[2]), KNOWN, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UserError(
-            f"{hint}{error}; shapes of {len(KNOWN)} common models are known without it, as those that `flatshift recipes` names"
-        ) from None
+        raise UserError(f"{hint}{error}; without it the shapes of {len(KNOWN)} common models are known") from None
 
 
 def _sizes_from_config(config: dict[str, Any], adapter: Adapter, context: str) -> BackboneSizes:

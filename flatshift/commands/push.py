@@ -58,5 +58,4 @@ def _push_to_store(flags: Flags) -> None:
         done = push_to_store(flags.folder, flags.destination, lambda sent, total: bar(100 * sent // max(total, 1)))
     already = f", {done.present:,} lay there" if done.present else ""
     text = f"{flags.destination}: {done.sent:,} files sent, {done.bytes:,} bytes{already}; all compared"
-    sent = {"address": flags.destination, "sent": done.sent, "bytes": done.bytes, "present": done.present}
-    print_result(sent, text, as_json=flags.json)
+    print_result({"address": flags.destination, **done._asdict()}, text, as_json=flags.json)

@@ -46,12 +46,8 @@ def run(argv: list[str]) -> int:
         print_result(entries, "\n".join(_list_lines(entries)), as_json=flags.json)
         return 0
     if flags.name is None:
-        names = (
-            "a FILE of axolotl or LLaMA-Factory"
-            if flags.action == "from"
-            else f"a NAME: {', '.join(shipped_recipes())}"
-        )
-        raise UserError(f"recipes {flags.action} needs {names}")
+        wanted = "FILE of axolotl or LLaMA-Factory" if flags.action == "from" else "NAME of `flatshift recipes`"
+        raise UserError(f"recipes {flags.action} needs a {wanted}")
     if flags.action == "from":
         return _translate(flags, Path(flags.name))
     text = read_shipped_recipe(flags.name)
