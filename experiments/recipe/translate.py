@@ -54,7 +54,7 @@ _FACTORY = {
     "cutoff_len": "train.max_length",
     "per_device_train_batch_size": "train.batch_size",
     "per_device_eval_batch_size": "eval.batch_size",
-    "max_samples": "data.train.limit",
+    "max_samples": "data.train.first",
     "lora_rank": "adapter.rank",
     "use_rslora": "adapter.rslora",
     "use_dora": "adapter.dora",
@@ -141,6 +141,7 @@ _COMMON = {
     "train.accumulate": 1,
     "adapter.targets": "all-linear",
     "data.holdout": 0.0,
+    **{f"data.{split}.files": [] for split in ("train", "dev", "test")},
 }
 """What both tools do where a file says nothing, and recipes do not."""
 _AXOLOTL_DEFAULTS = {"train.batch_size": 1, "train.max_length": 512, "optimizer.warmup": 0.03}
@@ -191,7 +192,8 @@ class _Translation:
         """Report a key, or a value of it, that has no counterpart."""
         value = f": {tree.text}" if isinstance(tree, Leaf) else ""
         hint = hint or _HINTS.get(key)
-        self.unknown.append(f"{tree.location}: {key}{value}" + (f" ({hint})" if hint else ""))
+        location = self.keys.keys.get(key, tree.location)  # of the key, where its value begins in the next line
+        self.unknown.append(f"{location}: {key}{value}" + (f" ({hint})" if hint else ""))
 
     def value(self, key: str) -> Any:
         """Return the value of a key of the file; None if it is absent or empty."""
