@@ -48,9 +48,7 @@ def run(argv: list[str]) -> int:
         raise
     overrides = data_override(flags.data, overrides)
     if sum(source is not None for source in (flags.recipe, flags.resume, flags.like)) != 1:
-        raise UserError(
-            "train needs one of RECIPE (`flatshift recipes` lists them), --resume RUN_DIR and --like RUN_DIR"
-        )
+        raise UserError("train needs one of RECIPE (see `flatshift recipes`), --resume RUN_DIR and --like RUN_DIR")
     run_directory, resolved, axes = flags.resume or flags.out, None, overrides
     if flags.resume is not None:
         if flags.out is not None:
