@@ -144,8 +144,8 @@ _COMMON = {
     **{f"data.{split}.files": [] for split in ("train", "dev", "test")},
 }
 """What both tools do where a file says nothing, and recipes do not."""
-_AXOLOTL_DEFAULTS = {"train.batch_size": 1, "train.max_length": 512, "optimizer.warmup": 0.03}
-_FACTORY_DEFAULTS = {
+_AXOLOTL_DEFAULTS: Mapping[str, Any] = {"train.batch_size": 1, "train.max_length": 512, "optimizer.warmup": 0.03}
+_FACTORY_DEFAULTS: Mapping[str, Any] = {
     "train.epochs": 3,
     "train.batch_size": 8,
     "train.max_length": 2048,
@@ -223,7 +223,7 @@ def translate_recipe(file: Path) -> Translated:
     else:
         raise UserError(f"{file} is neither of axolotl (no base_model) nor of LLaMA-Factory (no model_name_or_path)")
     translation = _Translation(file, tree, Branch({}, str(file)), [_BATCH])
-    translation.set(_COMMON | defaults, f"{file}: {tool}'s default")
+    translation.set({**_COMMON, **defaults}, f"{file}: {tool}'s default")
     lengths = {"num_epochs", "num_train_epochs"}  # first: intervals of evaluation are fractions of them
     for key, child in sorted(tree.children.items(), key=lambda item: item[0] not in lengths):
         if not (isinstance(child, Leaf) and child.value in (None, "")):
