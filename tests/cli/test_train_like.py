@@ -79,7 +79,8 @@ def test_a_run_like_it_can_be_resumed(finished: Path, tmp_path: Path) -> None:
 
 def test_the_template_of_the_run_is_kept(tmp_path: Path) -> None:
     template = tmp_path / "mine.jinja"
-    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}", encoding="utf-8")
+    turn = "{{ m.role }}: {{ m.content }}{{ eos_token }}\n"
+    template.write_text("{% for m in messages %}" + turn + "{% endfor %}", encoding="utf-8")
     rows = [
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": f"b {i}"}]} for i in range(24)
     ]
