@@ -51,10 +51,10 @@ def _define(cls: type, definitions: dict[str, Any]) -> dict[str, Any]:
 
 def _plain_default(field: dataclasses.Field[Any], components: list[type]) -> dict[str, Any]:
     default: Any = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
-    if dataclasses.is_dataclass(default):
-        return {"default": default.kind} if len(components) > 1 else {}
     if default is dataclasses.MISSING:
         return {}
+    if components and default is not None:
+        return {"default": getattr(default, "kind", None)} if len(components) > 1 else {}
     return {"default": list(default) if isinstance(default, tuple) else default}
 
 
