@@ -61,6 +61,7 @@ _FACTORY = {
     "pref_beta": "task.beta",
     "val_size": "data.holdout",
 }
+_FULL = "full fine-tuning has no counterpart: a LoRA adapter is trained"
 _OPTIMIZERS = {
     **{name: {"optimizer.kind": "adamw"} for name in ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw")},
     **{name: {"optimizer.kind": "adamw-8bit"} for name in ("adamw_bnb_8bit", "adamw_8bit")},
@@ -78,7 +79,7 @@ _CHOICES: dict[str, _Choices] = {
     "lr_scheduler_type": _SCHEDULES,
     "bf16": {"auto": {}, True: {"train.precision": "bf16"}, False: {}},
     "fp16": {"auto": {}, True: {"train.precision": "fp16"}, False: {}},
-    "tf32": {"auto": {}, True: {}, False: {}},
+    "tf32": {"auto": {}, False: {}},
     "load_in_4bit": {True: {"train.quantization": "nf4-double"}, False: {}},
     "load_in_8bit": {True: {"train.quantization": "int8"}, False: {}},
     "quantization_bit": {4: {"train.quantization": "nf4-double"}, 8: {"train.quantization": "int8"}},
@@ -118,6 +119,9 @@ _NOTES = {
     "dataset_dir": "its dataset_info.json was read",
 }  # fmt: skip
 _HINTS = {
+    "tf32": "train.tf32 goes with train.precision: fp32",
+    "save_strategy": "train.save_every counts steps",
+    "finetuning_type": _FULL,
     "saves_per_epoch": "train.save_every counts steps",
     "warmup_steps": "optimizer.warmup is a fraction of the steps, which are not known here",
     "deepspeed": "set mesh.dp to the number of devices",
@@ -228,6 +232,8 @@ def translate_recipe(file: Path) -> Translated:
     for key, child in sorted(tree.children.items(), key=lambda item: item[0] not in lengths):
         if not (isinstance(child, Leaf) and child.value in (None, "")):
             _translate_key(translation, key, child, _SAME | same)
+    if tool == "axolotl" and translation.value("adapter") is None:
+        translation.unknown.append(f"{file}:1: adapter is not set ({_FULL})")
     settings = translation.settings
     base = to_python(settings)["extends"]
     resolve_tree(apply_overrides(recipe_tree(base), [settings]), (), name=file.stem)

@@ -48,7 +48,7 @@ ROWS = {
 QUICK = [
     *("--train.steps", "2", "--train.batch_size", "2", "--train.accumulate", "1", "--train.max_length", "64"),
     *("--train.precision", "fp32", "--train.threads", "1", "--train.quantization", "null", "--train.max_cut", "1"),
-    *("--train.eval_every", "0", "--mesh.dp", "1", "--eval.cold", "0", "--eval.bootstrap", "10"),
+    *("--train.eval_every", "0", "--mesh.dp", "1", "--mesh.ep", "1", "--eval.cold", "0", "--eval.bootstrap", "10"),
     *("--data.holdout", "0", "--train.peak_tflops", "1"),
 ]
 """What a tiny model on this machine cannot have of the recipe: its lengths, four bits and eight devices."""

@@ -194,7 +194,9 @@ def test_unknown_keys_are_listed_with_their_lines(home: Path, capsys: pytest.Cap
 
 
 def test_all_keys_known_is_exit_code_0(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (home / "some.yaml").write_text("base_model: flatshift-5m\nlearning_rate: 1e-4\nseed: 7\n", encoding="utf-8")
+    (home / "some.yaml").write_text(
+        "base_model: flatshift-5m\nadapter: lora\nlearning_rate: 1e-4\nseed: 7\n", encoding="utf-8"
+    )
     assert run(["recipes", "from", "some.yaml"]) == 0
     assert capsys.readouterr().err == ""
     assert run(["recipes", "from", "some.yaml", "--out", "some.yaml"]) == 2  # never over a file
@@ -239,12 +241,31 @@ def test_a_wrong_file_is_one_sentence_with_its_line(
 )
 def test_a_key_becomes_the_setting(tmp_path: Path, line: str, key: str, value: object) -> None:
     file = tmp_path / "some.yaml"
-    file.write_text(f"base_model: flatshift-5m\n{line}\n", encoding="utf-8")
+    adapter = "" if line.startswith("adapter") else "adapter: lora\n"
+    file.write_text(f"base_model: flatshift-5m\n{adapter}{line}\n", encoding="utf-8")
     translated = translate_recipe(file)
     place = translated.recipe
     for name in key.split("."):
         place = place[name]
     assert place == value and translated.unknown == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("base_model: flatshift-5m\n", ":1: adapter is not set (full fine-tuning has no counterpart: a LoRA adapter"),
+        ("model_name_or_path: m\nfinetuning_type: full\n", ":2: finetuning_type: full (full fine-tuning has no"),
+        ("model_name_or_path: m\ntf32: true\n", ":2: tf32: true (train.tf32 goes with train.precision: fp32)"),
+        ("model_name_or_path: m\noptim: adafactor\n", ":2: optim: adafactor"),
+        ("model_name_or_path: m\nmax_steps: many\n", ":2: max_steps: many"),
+        ("model_name_or_path: m\nwarmup_steps: 20\n", ":2: warmup_steps: 20 (optimizer.warmup is a fraction"),
+    ],
+)
+def test_a_value_without_a_counterpart_is_reported(tmp_path: Path, text: str, line: str) -> None:
+    file = tmp_path / "some.yaml"
+    file.write_text(text, encoding="utf-8")
+    (unknown,) = translate_recipe(file).unknown
+    assert unknown.startswith(f"{file}{line}")
 
 
 def test_data_sets_without_an_index_are_reported(tmp_path: Path) -> None:
