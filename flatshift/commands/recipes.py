@@ -100,8 +100,8 @@ def _translate(flags: Flags, file: Path) -> int:
     if not flags.json:
         sys.stdout.write(translated.text if flags.out is None else f"{flags.out}\n")
     if translated.unknown:
-        lines = [f"{file}: {len(translated.unknown)} keys have no counterpart in a recipe and are left out:"]
-        print("\n".join([*lines, *(f"  {line}" for line in translated.unknown)]), file=sys.stderr)
+        lines = "".join(f"\n  {line}" for line in translated.unknown)
+        print(f"{file}: these keys have no counterpart in a recipe and are left out:{lines}", file=sys.stderr)
     return 1 if translated.unknown else 0
 
 

@@ -182,7 +182,7 @@ def test_unknown_keys_are_listed_with_their_lines(home: Path, capsys: pytest.Cap
     assert printed.out.startswith("# Translated from axolotl.yaml of axolotl\n")
     assert "# output_dir: `flatshift train --out` names the run directory\n" in printed.out
     assert printed.err.splitlines() == [
-        "axolotl.yaml: 3 keys have no counterpart in a recipe and are left out:",
+        "axolotl.yaml: these keys have no counterpart in a recipe and are left out:",
         "  axolotl.yaml:15: eval_sample_packing: true",
         "  axolotl.yaml:36: saves_per_epoch: 1 (train.save_every counts steps)",
         "  axolotl.yaml:38: special_tokens (the backbone's tokenizer is taken as it is)",
