@@ -147,6 +147,19 @@ def data_override(files: tuple[str, ...], overrides: Sequence[Any]) -> list[Any]
     return overrides
 
 
+def print_json(value: Any) -> None:
+    """Print plain values as JSON."""
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def print_result(value: Any, text: str, *, as_json: bool) -> None:
+    """Print plain values as JSON (`--json`), or a text on them."""
+    if as_json:
+        print_json(value)
+    else:
+        print(text)
+
+
 def parse_flags(flags: type[FlagsT], name: str, argv: Sequence[str]) -> FlagsT:
     """Parse the `flags` of the command `name`; whole numbers may be written `1e9`.
 

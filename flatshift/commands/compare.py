@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from tyro.conf import Positional
 
 from flatshift import outcome
-from flatshift.command_line import parse_command
+from flatshift.command_line import parse_command, print_result
 from flatshift.finetune.errors import UserError
 
 
@@ -50,7 +49,7 @@ def run(argv: list[str]) -> int:
         jobs=flags.jobs,
         page=page,
     )
-    print(json.dumps(document, indent=2, ensure_ascii=False) if flags.json else "\n".join(summary_lines(document)))
+    print_result(document, "\n".join(summary_lines(document)), as_json=flags.json)
     if not flags.json:
         print(flags.out / "report.html")
         outcome.print_outcome("", [["flatshift", "report", str(flags.out)]])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from tyro.conf import Positional
 
 from flatshift.api import draw_report
-from flatshift.command_line import data_override, parse_command
+from flatshift.command_line import data_override, parse_command, print_result
 from flatshift.experiments.recipe import load_recipe
 from flatshift.finetune.errors import UserError
 
@@ -57,5 +56,5 @@ def run(argv: list[str]) -> int:
         draw=draw_report,
     )
     lines = [*forecast_sentences(forecast), str(flags.out / "report.html")]
-    print(json.dumps(forecast, indent=2) if flags.json else "\n".join(lines))
+    print_result(forecast, "\n".join(lines), as_json=flags.json)
     return 0
