@@ -151,6 +151,11 @@ RULES: tuple[RecipeRule, ...] = (
         and r.adapter.soft_tokens is not None,
     ),
     RecipeRule(
+        "record.sharpness is of a loss whose slope the gradient is, and that of task.dft leaves out its weights; leave "
+        "one of them out",
+        lambda r: r.record is not None and r.record.sharpness and r.task.dft,
+    ),
+    RecipeRule(
         "adapter.projector: the rows of a warm-up are texts without features; leave the recipe's `warmup` block out",
         lambda r: r.warmup is not None and r.adapter.projector is not None,
     ),

@@ -49,6 +49,9 @@ class BaseTask:
     """True if targets are standardised for training."""
     max_truncated: float | None = None
     label_smoothing: float | None = None
+    dft: bool = False
+    """True if each target token's loss is weighted by its own probability
+    (`flatshift.finetune.compute.loss.weigh_by_probability`)."""
     template: str = "auto"
 
     traits: ClassVar[TaskTraits] = TaskTraits()
@@ -195,7 +198,8 @@ class BaseTask:
 
     def for_evaluation(self) -> Self:
         """Return the task for evaluation on dev and test, without settings that only regularise training."""
-        return self if self.label_smoothing is None else self.replace(label_smoothing=None)
+        plain = self if self.label_smoothing is None else self.replace(label_smoothing=None)
+        return plain.replace(dft=False) if plain.dft else plain
 
     @property
     def figure_names(self) -> tuple[str, ...]:

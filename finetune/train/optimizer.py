@@ -222,8 +222,8 @@ class LoraMuon(torch.optim.AdamW):
 
 
 def _polar_factor(matrix: Tensor) -> Tensor:
-    """Return UVᵀ of UΣVᵀ. Not by torch's Newton-Schulz iteration, whose bfloat16 makes 1e-7 of a gradient, the order of
-    a sum over ranks, 1e-2 of a step."""
+    """Return UVᵀ of UΣVᵀ. Not by the Newton-Schulz iteration of torch's Muon: that is in bfloat16, so that the order of
+    a sum over ranks shows in losses."""
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
     norm = torch.linalg.matrix_norm(wide)
     scaled = wide / norm.clamp(min=torch.finfo(norm.dtype).tiny)
