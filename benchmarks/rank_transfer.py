@@ -57,8 +57,9 @@ def main() -> None:
         best = int(np.argmin(small)), int(np.argmin(large))
         lower = slice(min(best) + 1)
         apart = float(np.abs(small - large)[lower].mean())
-        figures[kind] = (RATES[best[1]] / RATES[best[0]], float(large[best[0]] - large.min()), apart, float(large.min()))
-        print(f"· {kind}: best rates {RATES[best[0]]:g}, {RATES[best[1]]:g}; {small.round(3)}, {large.round(3)}", flush=True)
+        given_up = float(large[best[0]] - large.min())
+        figures[kind] = (RATES[best[1]] / RATES[best[0]], given_up, apart, float(large.min()))
+        print(f"· {kind}: best rates {[RATES[i] for i in best]}; {small.round(3)}, {large.round(3)}", flush=True)
     names = (
         ("best rate of rank 32 ÷ best rate of rank 2", "ratio"),
         ("loss that rank 32 gives up at the best rate of rank 2", "nats"),

@@ -36,10 +36,10 @@ from ..compute.numerics import (
     without_input_casts,
 )
 from ..compute.precision import autocast, infer_precision, tf32_products
+from ..config import FACTOR_OPTIMIZERS
 from ..data.eval_batching import EvalBatching
 from ..data.example import Example
 from ..digests import DONE, FILES, adapter_file_digests
-from ..config import FACTOR_OPTIMIZERS
 from ..errors import Interrupted, UserError
 from ..evaluate.evaluator import evaluate
 from ..evaluate.metrics import find_metric

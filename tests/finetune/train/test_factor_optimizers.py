@@ -1,4 +1,4 @@
-"""Optimizers of pairs of factors: PEFT's steps, the paper's formula, steps of one size at any rank, runs on one process."""
+"""Optimizers of pairs of factors: the steps of PEFT, those of the paper, and of one size at any rank; resumption."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import torch
 from peft.optimizers.riemannian import create_riemannian_optimizer
 
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
-from flatshift.finetune.config import Adapter, Mesh, Optimizer, Train
-from flatshift.finetune.errors import UserError
+from flatshift.finetune.config import Adapter, Optimizer, Train
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.planner.memory import optimizer_bytes, plan_lines
-from flatshift.finetune.planner.rules import RuleSettings, check_settings
 from flatshift.finetune.tasks import Classify, LanguageModel
 from flatshift.finetune.train import optimizer as module
 from flatshift.finetune.train.optimizer import AdapterOptimizer, find_factor_pairs
@@ -167,7 +165,9 @@ def test_the_plan_counts_one_moment_of_factors(tmp_path):
     advance(ours, 0, 1)
     taken = sum(tensor.nbytes for of in ours.moments().values() for tensor in of.values())
     sizes = {name: p.numel() for name, p in parameters().items()}
-    assert optimizer_bytes(sizes, "lora-muon") == taken < optimizer_bytes(sizes, "riemannian") == 8 * sum(sizes.values())
+    assert (
+        optimizer_bytes(sizes, "lora-muon") == taken < optimizer_bytes(sizes, "riemannian") == 8 * sum(sizes.values())
+    )
     task = LanguageModel()
     model = attach_adapter(load_backbone(save_backbone("llama", tmp_path), task=task), Adapter(), task=task, seed=0)
     lines = "\n".join(plan_lines(model, train=Train(max_length=32), optimizer=Optimizer(kind="lora-muon")))
@@ -217,17 +217,3 @@ def test_no_diagonal_preconditioner(kind):
 def test_settings_without_a_meaning_are_refused(settings, words):
     with pytest.raises(ValueError, match=words):
         Optimizer(**settings)
-
-
-@pytest.mark.parametrize("kind", ["riemannian", "lora-muon"])
-def test_what_divides_factors_is_refused(kind):
-    task, optimizer = LanguageModel(pack=False), Optimizer(kind=kind)
-    for mesh, adapter, words in (
-        (Mesh(tp=2), Adapter(), "mesh.tp > 1: a step of one factor needs all of the other"),
-        (Mesh(), Adapter(experts=2), "adapter.experts: one tensor holds the factors of many experts"),
-        (Mesh(), Adapter(soft_tokens=2), "adapter.soft_tokens: there are no factors"),
-    ):
-        with pytest.raises(UserError, match=words):
-            check_settings(RuleSettings(mesh, Train(), adapter, task, optimizer))
-    for mesh in (Mesh(dp=2), Mesh(dp=2, adapters="replicate"), Mesh(pp=2), Mesh(replicate=2), Mesh(dp=2, zero=1)):
-        check_settings(RuleSettings(mesh, Train(), Adapter(), task, optimizer))
