@@ -12,6 +12,7 @@ from typing import Any
 
 from flatshift.experiments.recipe.schema import Recipe, WarmUp, warm_up_task
 from flatshift.finetune.compute.cuda_status import resolve_device
+from flatshift.finetune.config import FACTOR_OPTIMIZERS
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.backbone import check_task, open_backbone
 from flatshift.finetune.models.quantize import check_available
@@ -104,7 +105,7 @@ RULES: tuple[RecipeRule, ...] = (
     ),
     RecipeRule(
         "optimizer.kind: {it} is for one process; leave mesh.auto off, or take adamw",
-        lambda r: r.mesh.auto and r.optimizer.kind != "adamw" and r.optimizer.kind,
+        lambda r: r.mesh.auto and r.optimizer.kind not in ("adamw", *FACTOR_OPTIMIZERS) and r.optimizer.kind,
     ),
     RecipeRule(
         "optimizer.kind: gauss-newton solves least squares; it needs {it}",
@@ -148,6 +149,11 @@ RULES: tuple[RecipeRule, ...] = (
         lambda r: r.record is not None
         and (r.record.dynamics or r.record.sharpness)
         and r.adapter.soft_tokens is not None,
+    ),
+    RecipeRule(
+        "record.sharpness is of a loss whose slope the gradient is, and that of task.dft leaves out its weights; leave "
+        "one of them out",
+        lambda r: r.record is not None and r.record.sharpness and r.task.dft,
     ),
     RecipeRule(
         "adapter.projector: the rows of a warm-up are texts without features; leave the recipe's `warmup` block out",

@@ -441,6 +441,7 @@ _LATER: dict[tuple[str, str], Any] = {
     ("train", "backbone_precision"): "same",
     ("train", "deterministic"): False,
     ("task", "metrics"): (),
+    ("task", "dft"): False,
     ("columns", "messages"): "messages",
     ("columns", "tools"): "tools",
     ("columns", "system"): "system",

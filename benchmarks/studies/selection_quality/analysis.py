@@ -123,14 +123,14 @@ def _endpoint(plan: Plan, outcome: Outcome, ours: str, base: str, budget: int, m
 def _over_targets(
     plan: Plan, outcome: Outcome, ours: str, base: str, budget: int, metric: str
 ) -> dict[str, Any] | None:
-    """t-interval over the targets, each one's mean over paired seeds: what another target may expect. None for one
-    target."""
+    """t-interval over the targets, each one's mean over paired seeds: what another target may expect. None for fewer
+    than three."""
     differences = []
     for target in plan.study.targets:
         first, second = (_values(_finals(plan, outcome, arm, target, budget), metric) for arm in (ours, base))
         seeds = first.keys() & second.keys()
         differences.append(math.fsum(first[s] - second[s] for s in seeds) / len(seeds))
-    return asdict(t_interval(differences)) if len(differences) > 1 else None
+    return asdict(t_interval(differences)) if len(differences) > 2 else None
 
 
 def _bootstrap(
