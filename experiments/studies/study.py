@@ -21,7 +21,8 @@ from flatshift.experiments.results.cells import read_result
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies.cell import Cell
 from flatshift.experiments.studies.directory import WORKERS, write_done
-from flatshift.experiments.studies.queue import DevicePlacement, RunCell, run_cells, run_logged
+from flatshift.experiments.studies.executors.base import Executor, RunCell, run_logged
+from flatshift.experiments.studies.queue import run_cells
 from flatshift.finetune.atomic import has_only_leftovers, make_directory, remove_leftovers, write_json, write_text
 from flatshift.finetune.data.files import expand_files
 from flatshift.finetune.data.formats import HUB, SAMPLE
@@ -149,19 +150,18 @@ def run_study_cells(
 
 
 class CellBatches:
-    """Cells of one study, run batch by batch in `jobs` processes of one thread each (1: in this one). run: how a cell
-    is run."""
+    """Cells of one study, run batch by batch by `executor`. run: how a cell is run."""
 
     def __init__(
         self,
         out: Path,
+        executor: Executor,
         *,
-        jobs: int,
         console: Console,
         label: str,
         run: RunCell = run_logged,
     ) -> None:
-        self.out, self.jobs, self.console, self.label = out, jobs, console, label
+        self.out, self.executor, self.console, self.label = out, executor, console, label
         self._run = run
         self._tried: set[str] = set()
 
@@ -188,7 +188,7 @@ class CellBatches:
         run_cells(
             self.out,
             todo,
-            DevicePlacement(self.jobs, own_threads=1),
+            self.executor,
             self.console,
             label=f"{self.label}, {title}",
             rerun={cell.key for cell in todo},
