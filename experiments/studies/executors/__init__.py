@@ -16,9 +16,7 @@ def parse_executor(options: ExecutorOptions) -> tuple[str, str | None]:
     if kind not in ("local", "ray", "slurm") or (address and kind != "ray"):
         raise UserError(f"--on {options.on}: write local, ray, ray:HOST:PORT or slurm")
     if address.startswith("//"):
-        raise UserError(
-            f"--on {options.on}: start the command on a node of the cluster and write ray:HOST:PORT"
-        )
+        raise UserError(f"--on {options.on}: start the command on a node of the cluster and write ray:HOST:PORT")
     if options.retries < 0:
         raise UserError(f"--retries must be at least 0, got {options.retries}")
     for name, least, most in (("cpus", 1, 4096), ("gpus", 0, 1024), ("time", 1, _LONGEST_MINUTES)):

@@ -146,8 +146,7 @@ class SlurmExecutor(Executor):
                 **self._parameters(part),
             )
             self._running |= {cell.key: (cell, job) for cell, job in zip(part, jobs, strict=True)}
-        if new or self._last_job is None:
-            self._replace_last(earlier.pop(_LAST, None))
+        self._continue_last(earlier.pop(_LAST, None), anew=bool(new))
         document = {key: job.job_id for key, (_, job) in self._running.items()}
         if self._last_job is not None:
             document[_LAST] = self._last_job.job_id
@@ -161,14 +160,16 @@ class SlurmExecutor(Executor):
         document = read_json_object(file, fix="delete it")
         return {key: self._submitit.SlurmJob(self.out.absolute() / FOLDER, job) for key, job in document.items()}
 
-    def _replace_last(self, earlier: Any) -> None:
-        """Submit the study's last step, to begin after all running jobs; cancel the one before."""
-        for job in (earlier, self._last_job):
-            if job is not None:
-                job.cancel(check=False)
-        self._last_job = None
+    def _continue_last(self, earlier: Any, *, anew: bool) -> None:
+        """Submit the study's last step, to begin after all running jobs, unless the `earlier` one of a killed command
+        still waits for them. anew: it does not know all of them."""
         if self._last is None or self._cluster != "slurm":
             return
+        if earlier is not None and not anew and _is_pending(earlier):
+            self._last_job = earlier
+            return
+        if earlier is not None:
+            earlier.cancel(check=False)
         last, arrays = self._last, dict.fromkeys(job.job_id.partition("_")[0] for _, job in self._running.values())
         self._last_job = self._submit(
             lambda executor: executor.submit(last),
@@ -213,7 +214,7 @@ class SlurmExecutor(Executor):
         try:
             problem = job.result()
         except self._submitit.core.utils.UncompletedJobError as error:
-            self._last = None if self._last_job is not None else self._last  # its dependency cannot be met any more
+            self._drop_last()
             text = str(error)
             if "timed-out too many times" in text:
                 ending = f"passed the limit of {self._minutes} minutes"
@@ -228,26 +229,32 @@ class SlurmExecutor(Executor):
         return CellUpdate(cell, "ended")
 
     def finish(self, last: Callable[[], int]) -> int:
-        if self._last_job is None:
+        job, self._last_job = self._last_job, None
+        if job is None:
             return last()
         try:
-            while not self._last_job.done():
-                if self._last is None:
-                    break
+            while not job.done():
                 time.sleep(POLL_S)
-            else:
-                return int(self._last_job.result())
+            return int(job.result())
         except self._submitit.core.utils.UncompletedJobError:
-            pass
-        self._last_job.cancel(check=False)
-        return last()
+            return last()
+
+    def _drop_last(self) -> None:
+        """Leave the last step to this command: a job before it has failed, so its dependency cannot be met."""
+        if self._last_job is not None:
+            self._last_job.cancel(check=False)
+        self._last = self._last_job = None
 
     def cancel(self) -> None:
-        for _, job in self._running.values():
+        if self._running:
+            self._drop_last()
+        jobs = {job.job_id: job for _, job in self._running.values()}
+        if self._cluster == "slurm":  # an array as a whole
+            names = dict.fromkeys(name.partition("_")[0] for name in jobs)
+            jobs = {name: self._submitit.SlurmJob(self.out.absolute() / FOLDER, name) for name in names}
+        for job in jobs.values():
             with contextlib.suppress(OSError):
                 job.cancel(check=False)
-        if self._running and self._last_job is not None:
-            self._last_job.cancel(check=False)
         self._waiting, self._running = [], {}
 
 

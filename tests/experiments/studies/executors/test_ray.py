@@ -222,7 +222,6 @@ def test_resources_that_no_node_has_are_one_sentence(address: str, tmp_path: Pat
         (("--cpus", "2"), "no node of the Ray cluster has 2 CPUs for a cell; the most on a node: 1 CPUs"),
         (("--gpus", "1"), "no node of the Ray cluster has 1 CPUs and 1 GPUs for a cell"),
         (("--memory", "64"), "1 CPUs and 64.0 GiB of memory for a cell; the most on a node: 1 CPUs and 4.0 GiB"),
-        (("--train.device", "cuda:1"), "train.device cuda:1 names a device of one machine"),
     ):
         assert run(words(tmp_path / "out", *on, *flags)) == 2, flags
         assert text in capsys.readouterr().err.strip().splitlines()[-1]
@@ -236,7 +235,7 @@ def test_a_worker_without_the_data_is_one_sentence(executor: Callable[..., Any],
 
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"text": "word {i}", "label": "{i % 2}"}}\n' for i in range(40)), encoding="utf-8")
-    base = SweepBase.of("classify", [from_override("data.train.files", [str(rows)])])
+    base = SweepBase.of("classify", [from_override("data.train.files", str(rows)), from_override("train.steps", 2)])
     (cell,) = base.cells([{"adapter.rank": 1}], 1)
     assert module.StudyInputs.of(cell).digests[str(rows)]
     for change, text in (
@@ -265,18 +264,33 @@ def test_a_worker_with_other_code_is_one_sentence(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "flatshift", tree / "flatshift", symlinks=True)
     with (tree / "experiments" / "studies" / "cell.py").open("a", encoding="utf-8") as file:
         file.write("# other\n")
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("PYTHONPATH", str(tree))
         patch.chdir(tmp_path)
         cluster = Cluster(
             initialize_head=True,
             head_node_args={"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False},
         )
-    try:
-        patch.chdir(tmp_path)
-        with RayExecutor(cluster.address, Resources()) as executor, pytest.raises(UserError, match="install the same"):
-            run_cells(tmp_path / "out", cells_that(["ok"]), executor, QUIET)
-    finally:
-        patch.undo()
-        cluster.shutdown()
+        try:
+            with (
+                RayExecutor(cluster.address, Resources()) as executor,
+                pytest.raises(UserError, match=r"runs flatshift .* \(code .*install the same on every node"),
+            ):
+                run_cells(tmp_path / "out", cells_that(["ok"]), executor, QUIET)
+        finally:
+            cluster.shutdown()
+
+
+def test_forecast_and_compare_run_their_cells_there(address: str, tmp_path: Path, capsys) -> None:
+    flags = "--draws 2 --data.train.limit 24 --data.test.limit 12 --train.max_length 16 --adapter.rank 2".split()
+    tables = []
+    for name, on in (("here", ()), ("there", ("--on", f"ray:{address}"))):
+        assert run(["forecast", "double-descent", "--out", str(tmp_path / name), *flags, *on]) == 0
+        tables.append(pq.read_table(tmp_path / name / "cells.parquet").to_pydict())
+    assert tables[0] == tables[1] and len(tables[0]["seed"]) > 10
+    assert sorted(path.name for path in (tmp_path / "here").iterdir()) == sorted(
+        path.name for path in (tmp_path / "there").iterdir()
+    )
+    assert "forecast: 2/2 cells" in capsys.readouterr().err
+    assert run(["compare", "flat-comparison", "--out", str(tmp_path / "c"), "--on", "ray:127.0.0.1:1"]) == 2
