@@ -46,9 +46,9 @@ def run(argv: list[str]) -> int:
     if flags.out is None:
         raise UserError("--out is missing: name the directory to make")
     from flatshift.experiments.report.chapters.sweep import forecast_sentences
-    from flatshift.experiments.studies.executors import open_executor, parse_executor
     from flatshift.experiments.studies.executors.local import LocalExecutor
-    from flatshift.experiments.studies.forecast import forecast_rows_by
+    from flatshift.experiments.studies.queue import open_executor, parse_executor
+    from flatshift.experiments.studies.study import forecast_rows_by
     from flatshift.experiments.workflows.error_forecast import forecast_into, forecast_rows
 
     kind, _ = parse_executor(flags)

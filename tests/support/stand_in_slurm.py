@@ -6,6 +6,7 @@ State is kept in files of $STAND_IN_SLURM.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -117,7 +118,7 @@ def srun(state: Path, *words: str) -> int:
 
 def sacct(state: Path, *words: str) -> int:
     print("JobID|State|NodeList")
-    jobs = [word for before, word in zip(words, words[1:], strict=False) if before == "-j"]
+    jobs = [word for before, word in itertools.pairwise(words) if before == "-j"]
     for file in sorted(state.glob("*.state")):
         if file.stem.partition("_")[0] in jobs:
             print(f"{file.stem}|{file.read_text(encoding='utf-8')}|node")

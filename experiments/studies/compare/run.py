@@ -23,9 +23,9 @@ from flatshift.experiments.studies.compare.comparison_plan import (
     Pair,
     Result,
 )
-from flatshift.experiments.studies.executors import open_executor, parse_executor
-from flatshift.experiments.studies.executors.base import Executor
+from flatshift.experiments.studies.executors import Executor
 from flatshift.experiments.studies.executors.local import LocalExecutor
+from flatshift.experiments.studies.queue import open_executor, parse_executor
 from flatshift.experiments.studies.study import CellBatches, claim_study, run_study_cells
 from flatshift.finetune.atomic import read_json_object, write_json
 from flatshift.finetune.errors import UserError

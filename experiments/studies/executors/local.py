@@ -23,7 +23,7 @@ from typing import Literal
 from flatshift.experiments.results.cells import source_digest
 from flatshift.experiments.studies.cell import Cell
 from flatshift.experiments.studies.directory import study_lock
-from flatshift.experiments.studies.executors.base import POLL_S, CellUpdate, Executor, RunCell, is_signal
+from flatshift.experiments.studies.executors import POLL_S, CellUpdate, Executor, RunCell, is_signal
 from flatshift.finetune.atomic import remove_leftovers
 from flatshift.finetune.errors import Interrupted, UserError
 from flatshift.finetune.launch.spawn import THREAD_VARIABLES

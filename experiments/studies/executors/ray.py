@@ -5,6 +5,7 @@ Only the input files have to be where the workers see them; the study's director
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import socket
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from flatshift.experiments.studies.cell import Cell
-from flatshift.experiments.studies.executors.base import (
+from flatshift.experiments.studies.executors import (
     POLL_S,
     CellUpdate,
     Executor,
@@ -101,7 +102,7 @@ class RayExecutor(Executor):
             ray.init(
                 address=self._address,
                 log_to_driver=False,
-                logging_level="ERROR",
+                logging_level=logging.ERROR,
                 runtime_env={"env_vars": threads},
             )
         except (ConnectionError, RuntimeError, ValueError) as error:

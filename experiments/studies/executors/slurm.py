@@ -11,11 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from flatshift.experiments.studies.cell import Cell
-from flatshift.experiments.studies.executors.base import (
+from flatshift.experiments.studies.executors import (
     POLL_S,
     CellUpdate,
     Executor,
@@ -137,14 +138,9 @@ class SlurmExecutor(Executor):
             part = new[start : start + _MOST_JOBS]
             for cell in part:
                 self.discard_result(cell)
-            jobs = self._submit(
-                lambda executor, part=part: executor.map_array(
-                    CellJob(self.out.absolute(), self.run, self._resources.cpus),
-                    part,
-                    [StudyInputs.of(cell) for cell in part],
-                ),
-                **self._parameters(part),
-            )
+            job = CellJob(self.out.absolute(), self.run, self._resources.cpus)
+            submit = partial(_submit_array, job, part)
+            jobs = self._submit(submit, **self._parameters(part))
             self._running |= {cell.key: (cell, job) for cell, job in zip(part, jobs, strict=True)}
         self._continue_last(earlier.pop(_LAST, None), anew=bool(new))
         document = {key: job.job_id for key, (_, job) in self._running.items()}
@@ -265,3 +261,7 @@ def _is_pending(job: Any) -> bool:
 
 def _last_line(error: Exception) -> str:
     return str(error).strip().rpartition("\n")[2]
+
+
+def _submit_array(job: CellJob, cells: Sequence[Cell], executor: Any) -> Any:
+    return executor.map_array(job, cells, [StudyInputs.of(cell) for cell in cells])

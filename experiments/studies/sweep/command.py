@@ -25,9 +25,8 @@ from flatshift.experiments.run.console import Console, Draw
 from flatshift.experiments.statistics.peak import InterimLook, plan_looks
 from flatshift.experiments.studies.cell import Cell
 from flatshift.experiments.studies.directory import read_results, stale_keys, write_done
-from flatshift.experiments.studies.executors import open_executor, parse_executor
 from flatshift.experiments.studies.executors.local import LocalExecutor, choose_devices
-from flatshift.experiments.studies.queue import run_cells
+from flatshift.experiments.studies.queue import open_executor, parse_executor, run_cells
 from flatshift.experiments.studies.sweep import directory
 from flatshift.experiments.studies.sweep.axes import Axes, Design, axis_values, count_points, parse_grid
 from flatshift.experiments.studies.sweep.bisection import Bisection, bisect, parse_bisection

@@ -21,7 +21,7 @@ from flatshift.experiments.results.cells import read_result
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies import run_cells
 from flatshift.experiments.studies.cell import Cell
-from flatshift.experiments.studies.executors.base import Resources
+from flatshift.experiments.studies.executors import Resources
 from flatshift.finetune.errors import UserError
 from tests.support.patience import HANG_S
 from tests.support.sweep_cells import behave, cells_that
@@ -283,7 +283,7 @@ def test_a_worker_with_other_code_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_forecast_and_compare_run_their_cells_there(address: str, tmp_path: Path, capsys) -> None:
-    flags = "--draws 2 --data.train.limit 24 --data.test.limit 12 --train.max_length 16 --adapter.rank 2".split()
+    flags = ["--draws", "2", "--data.train.limit", "24", "--data.test.limit", "12", "--train.max_length", "16"]
     tables = []
     for name, on in (("here", ()), ("there", ("--on", f"ray:{address}"))):
         assert run(["forecast", "double-descent", "--out", str(tmp_path / name), *flags, *on]) == 0

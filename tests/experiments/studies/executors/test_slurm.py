@@ -20,7 +20,7 @@ from flatshift.experiments.results.cells import read_result
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies import run_cells
 from flatshift.experiments.studies.cell import Cell
-from flatshift.experiments.studies.executors.base import Resources, StudyInputs
+from flatshift.experiments.studies.executors import Resources, StudyInputs
 from flatshift.experiments.studies.executors.slurm import CellJob, SlurmExecutor
 from flatshift.finetune.errors import UserError
 from tests.support import stand_in_slurm
@@ -62,7 +62,7 @@ def flags_of(script: str) -> dict[str, str]:
     return {name: value for name, value in found if name not in ("output", "error")}
 
 
-@pytest.mark.parametrize("cluster", ["local", "debug"])
+@pytest.mark.parametrize("cluster", [pytest.param("local", marks=pytest.mark.slow), "debug"])
 def test_submitit_runs_cells_and_those_that_die_come_back(tmp_path: Path, cluster: str) -> None:
     names = ["ok", "die once", "ok", "die"] if cluster == "local" else ["ok", "boom"]
     cells = cells_that(names)
@@ -141,6 +141,7 @@ class Patient:
         return behave(out, cell, threads)
 
 
+@pytest.mark.slow
 def test_a_cell_is_put_back_into_the_queue_before_its_time_limit(slurm: Path, tmp_path: Path) -> None:
     import threading
 
@@ -156,7 +157,7 @@ def test_a_cell_is_put_back_into_the_queue_before_its_time_limit(slurm: Path, tm
     threading.Thread(target=warn, daemon=True).start()
     run_cells(tmp_path / "out", cells, executor, QUIET, run=Patient(seen))
     assert starts(tmp_path / "out") == [cells[0].key]
-    assert stand_in_slurm.states(slurm) == {"100": "COMPLETED"} and len(stand_in_slurm.scripts(slurm)) == 1
+    assert len(stand_in_slurm.scripts(slurm)) == 1
     logs = "".join(file.read_text() for file in (tmp_path / "out" / "slurm").glob("*_log.*"))
     assert "Requeued job 100" in logs
 
@@ -185,7 +186,7 @@ def test_a_job_without_the_data_or_with_other_code_is_one_sentence(tmp_path: Pat
     train = dataclasses.replace(cell.resolved.recipe.train, device="cuda:1")
     recipe = dataclasses.replace(cell.resolved.recipe, train=train)
     moved = dataclasses.replace(cell, resolved=dataclasses.replace(cell.resolved, recipe=recipe))
-    with pytest.raises(UserError, match="train.device cuda:1 names a device of one machine"):
+    with pytest.raises(UserError, match=r"train\.device cuda:1 names a device of one machine"):
         run_cells(tmp_path, [moved], SlurmExecutor(Resources(), cluster="debug"), QUIET, run=behave)
 
 
