@@ -205,7 +205,7 @@ def test_no_cluster_and_flags_without_a_use_are_one_sentence(tmp_path: Path, cap
         (("--on", "slurm:head"), "--on slurm:head: write local"),
         (("--on", "ray:127.0.0.1:1", "--time", "5"), "--time has a meaning with --on slurm only"),
         (("--memory", "2"), "--memory has a meaning with --on ray or slurm only"),
-        (("--on", "ray:127.0.0.1:1", "--cpus", "0"), "--cpus must be 1 to 4,096, got 0"),
+        (("--on", "ray:127.0.0.1:1", "--cpus", "0"), "--cpus must be at least 1, got 0"),
         (("--on", "ray:127.0.0.1:1", "--memory", "nan"), "--memory must be"),
         (("--retries", "-1"), "--retries must be at least 0"),
         (("--on", "ray:127.0.0.1:1", "--devices", "cpu"), "with --on ray, give --gpus"),
@@ -282,6 +282,7 @@ def test_a_worker_with_other_code_is_one_sentence(tmp_path: Path) -> None:
             cluster.shutdown()
 
 
+@pytest.mark.slow
 def test_forecast_and_compare_run_their_cells_there(address: str, tmp_path: Path, capsys) -> None:
     flags = ["--draws", "2", "--data.train.limit", "24", "--data.test.limit", "12", "--train.max_length", "16"]
     tables = []
