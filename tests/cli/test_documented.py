@@ -119,7 +119,7 @@ ELSEWHERE = {
     "--mesh.": "tests/cli/test_mesh_contract.py",
     "--on": "tests/experiments/studies/executors/test_ray.py",
     "--cpus": "tests/experiments/studies/executors/test_ray.py",
-    "--retries": "tests/experiments/studies/executors/test_slurm.py",
+    "--retries": "tests/experiments/studies/executors/test_ray.py",
     "--time": "tests/experiments/studies/executors/test_slurm.py",
     "--processes": "tests/cli/test_select_ranks.py",
     "--merge": "tests/cli/test_sweep_command.py",
