@@ -61,18 +61,20 @@ class Resources:
 
     def memory_bytes(self, cell: Cell) -> int | None:
         """Return the memory to request for a cell; None if nobody can say."""
-        return self.memory if self.memory is not None else predict_memory(cell)
+        if self.memory is not None:
+            return self.memory
+        return None if self.count_gpus(cell) else predict_memory(cell)
 
 
 def predict_memory(cell: Cell) -> int | None:
     """Return the most memory that a cell's process takes on a CPU, as `flatshift plan` predicts it; None without a
-    calibration of this machine, for a GPU, and for a backbone whose sizes are unknown."""
+    calibration of this machine, and for a backbone whose sizes are unknown."""
     from flatshift.finetune.planner.calibration import cached_overhead
     from flatshift.finetune.planner.footprint import predict_footprint
     from flatshift.finetune.planner.sizes import read_sizes
 
     recipe, overhead = cell.resolved.recipe, cached_overhead()
-    if overhead is None or recipe.train.device.startswith("cuda"):
+    if overhead is None:
         return None
     try:
         sizes = read_sizes(recipe.backbone, recipe.adapter).under(recipe.task)

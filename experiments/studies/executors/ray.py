@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import socket
+import threading
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -97,7 +99,7 @@ class RayExecutor(Executor):
             return ray
         if self._address != "auto":
             _check_reachable(self._address)
-        threads = dict.fromkeys(THREAD_VARIABLES, str(self._resources.cpus))
+        threads, on_stop = dict.fromkeys(THREAD_VARIABLES, str(self._resources.cpus)), signal.getsignal(signal.SIGTERM)
         try:
             ray.init(
                 address=self._address,
@@ -109,6 +111,9 @@ class RayExecutor(Executor):
             raise UserError(
                 f"--on ray: no Ray cluster at {self._address} ({_first_line(error)}); start one with `ray start --head`"
             ) from error
+        finally:
+            if threading.current_thread() is threading.main_thread():  # Ray's own handler ends the command at once
+                signal.signal(signal.SIGTERM, on_stop)
         return ray
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from flatshift.cli import run
+from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.experiments.results.cells import read_result
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies import run_cells
@@ -194,3 +195,24 @@ def test_a_refusal_of_a_job_ends_the_study(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(CellJob, "__call__", lambda self, cell, inputs: "the worker on a lacks the study's data")
     with pytest.raises(UserError, match="the worker on a lacks"):
         run_cells(tmp_path, cells_that(["ok"]), SlurmExecutor(Resources(), cluster="debug"), QUIET, run=behave)
+
+
+def test_memory_is_what_the_planner_predicts_for_a_calibrated_machine(tmp_path: Path, monkeypatch) -> None:
+    from flatshift.finetune.planner import calibration
+
+    small, large = cell_of_length(16), cell_of_length(128)
+    monkeypatch.setattr(calibration, "cached_overhead", lambda: None)
+    assert Resources().memory_bytes(small) is None and Resources(memory=5).memory_bytes(small) == 5
+    overhead = calibration.MemoryOverhead(libraries=300 << 20, least=50 << 20, share=0.1)
+    monkeypatch.setattr(calibration, "cached_overhead", lambda: overhead)
+    needs = [Resources().memory_bytes(cell) for cell in (small, large)]
+    assert 350 << 20 < needs[0] < needs[1] < 4 << 30  # type: ignore[operator]
+    assert Resources(gpus=1).memory_bytes(small) is None
+    executor = SlurmExecutor(Resources(), cluster="debug")
+    assert executor._parameters([small, large])["mem_gb"] == round(needs[1] / 2**30, 3)  # type: ignore[operator]
+
+
+def cell_of_length(length: int) -> Cell:
+    """A cell of a causal model on rows of at most `length` tokens."""
+    resolved = load_recipe("double-descent", [from_override("train.max_length", length)])
+    return Cell("0", {}, 0, resolved)
