@@ -44,7 +44,10 @@ _BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "max_new_tokens": (1, MAX_LENGTH),
     "window": (2, MAX_LENGTH),
     "top_p": (1e-6, 1),
-    "lease": (1, 86_400),
+    "cpus": (1, 4096),
+    "gpus": (0, 1024),
+    "time": (1, 366 * 24 * 60),
+    "retries": (0, 1000),
     "every": (1, 86_400),
 }
 """Least and largest value of a flag; a flag name has the same bounds in every command."""

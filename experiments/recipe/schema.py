@@ -288,7 +288,27 @@ def _check_learning_rates(name: str, rates: tuple[float, ...]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepOptions:
+class ExecutorOptions:
+    """Place where the cells of a study run, and the resources of each."""
+
+    on: str = "local"
+    """local: processes of this machine; ray, or ray:HOST:PORT: tasks of a Ray cluster (the one this machine belongs
+    to, or the one at that address); slurm: jobs of an array, where --out is on a disk that all nodes see."""
+    cpus: int | None = None
+    """CPUs, and threads, of a cell (--on ray or slurm); 1 by default."""
+    gpus: int | None = None
+    """GPUs of a cell (--on ray or slurm); by default 1 if train.device is cuda, else 0."""
+    memory: float | None = None
+    """GiB of memory of a cell (--on ray or slurm); by default the most that `flatshift plan` predicts, if this machine
+    was calibrated (`flatshift plan --calibrate`)."""
+    time: int | None = None
+    """Minutes after which Slurm requeues a cell (--on slurm); 60 by default."""
+    retries: int = 1
+    """Times that a cell is run again whose worker died."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions(ExecutorOptions):
     """Cells of a sweep and the way they are run; None: the value in the recipe's `sweep` block, or the default."""
 
     grid: tuple[str, ...] | None = None
@@ -305,7 +325,8 @@ class SweepOptions:
     epsilon: float | None = None
     """Mean train error up to which rows count as fitted (--bisect); 0.1 by default."""
     jobs: int | None = None
-    """Processes that work on cells at the same time; by default one for each CUDA device, else 1."""
+    """Cells that run at the same time; by default one for each CUDA device, else 1, and as many as a cluster has room
+    for."""
     devices: str = "auto"
     """auto (every CUDA device), cpu, or CUDA numbers such as 0,1; processes get them in turn."""
     max_cells: int | None = None
@@ -314,11 +335,6 @@ class SweepOptions:
     """i/n: run only this part of the cells, in a separate directory (for job arrays without a shared disk)."""
     merge: tuple[Path, ...] = ()
     """Sweep directories whose finished cells are gathered in --out; nothing is trained, a missing cell is refused."""
-    shared: bool = False
-    """Take part in a sweep whose --out is shared by several hosts: start the same command on each. Each cell is trained
-    by one host; the cells of a dead host are taken over."""
-    lease: float | None = None
-    """Seconds without a heartbeat after which another host's cell is taken over (--shared); 60 by default."""
     until: Literal["decided"] | None = None
     """decided: add seeds in steps, up to --seeds, until every curve has a verdict; the error level is split among the
     tests."""

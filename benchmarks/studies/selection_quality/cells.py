@@ -20,6 +20,7 @@ from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.results.cells import RESULT
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies.cell import Cell as QueuedCell
+from flatshift.experiments.studies.executors.local import LocalExecutor
 from flatshift.experiments.studies.study import CellBatches
 from flatshift.finetune.digests import write_sealed
 from flatshift.finetune.errors import Interrupted
@@ -235,7 +236,11 @@ class Runner:
     ) -> None:
         self.directory, self._run_cell = directory, run_cell
         self._batches = CellBatches(
-            directory.parent, jobs=jobs, console=console, label=label, run=partial(_run, run_cell)
+            directory.parent,
+            LocalExecutor(jobs, own_threads=1),
+            console=console,
+            label=label,
+            run=partial(_run, run_cell),
         )
 
     def result(self, cell: Any) -> Result:
