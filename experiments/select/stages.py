@@ -169,13 +169,22 @@ class Stages:
         )
         results = self._run("read pool", directory, work, len(paths))
         records = [_read_record(result) for result in results]
-        _check_named_columns(spec.pool.files, records, named)
+        try:
+            _check_named_columns(spec.pool.files, records, named)
+        except UserError:
+            shutil.rmtree(self.directory)  # the right name is another recipe, which cannot continue from here
+            raise
         firsts = [0, *accumulate(record["records"] for record in records)][:-1]
         files = [directory / f"{number:05d}.arrow" for number in range(len(paths))]
         self._store = files, spec.columns, firsts
         self._pool_digest = _digest([record["sha256"] for record in records])
         rows = RowView(RowStore(files, spec.columns, firsts))
-        _check_unique_ids(rows, np.concatenate([result["ids"] for result in results]))
+        if (twins := _first_repeated_id(rows, np.concatenate([result["ids"] for result in results]))) is not None:
+            borders = np.cumsum([len(result["ids"]) for result in results])
+            for number in np.searchsorted(borders, twins, side="right").tolist():
+                _record_file(directory, number).unlink(missing_ok=True)  # to be read again, mended
+            first, second = (rows[row] for row in twins)
+            raise UserError(repeated_id_message(second.id, second.where, first.where))
         return rows, [reason for record in records for reason in record["skipped"]]
 
     def over(self, rows: RowView) -> ShardMap:
@@ -436,16 +445,16 @@ def _check_named_columns(files: Sequence[str], records: Sequence[Mapping[str, An
             raise UserError(f"{', '.join(map(str, files))}: {missing_column_message(own, columns, origin)}")
 
 
-def _check_unique_ids(rows: RowView, digests: np.ndarray) -> None:
-    """Raise UserError for an id that two rows have; digests: (N,) of the ids."""
+def _first_repeated_id(rows: RowView, digests: np.ndarray) -> tuple[int, int] | None:
+    """Return the first row whose id an earlier row has, after that row; None: ids are unique. digests: (N,) of ids."""
     ordered = np.sort(digests)
     shared = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
-    first: dict[str, str] = {}
+    first: dict[str, int] = {}
     for number in np.flatnonzero(np.isin(digests, shared)).tolist() if len(shared) else ():
-        row = rows[number]
-        if row.id in first:
-            raise UserError(repeated_id_message(row.id, row.where, first[row.id]))
-        first[row.id] = row.where
+        before = first.setdefault(rows.ids[number], number)
+        if before != number:
+            return before, number
+    return None
 
 
 def _shard_edges(rows: int, files: int, align: int) -> list[int]:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +17,11 @@ import pytest
 
 from flatshift.cli import run
 from flatshift.finetune.data.rows import read_rows
+from tests.support.patience import HANG_S
 
 pytest.importorskip("datatrove")
 
+ROOT = Path(__file__).resolve().parents[2]
 FILES = 3
 HYGIENE = [
     "--select.hygiene.exact", "true",
@@ -92,3 +99,177 @@ def test_a_selection_by_shards_is_that_of_one_process(data: Path, tmp_path: Path
     drops = (tmp_path / "one" / "drops.jsonl").read_text(encoding="utf-8")
     for cause in ("length", "exact-duplicate", "near-duplicate", "cut"):
         assert f'"{cause}"' in drops
+
+
+SCRIPT = """
+import os, signal, sys, time
+from pathlib import Path
+from flatshift.cli import run
+from flatshift.selection.methods.dsir import NgramHasher
+
+root, victim, text = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+batches = NgramHasher.batches
+
+
+def batches_once(self, texts, start=0):
+    if texts[0] == text:
+        (root / "second").open("a").write("x")
+        if not (root / "killed").exists():
+            while not list(root.glob("out/state/kept/shards/n-grams-*/00000.json")):
+                time.sleep(0.02)
+            (root / "killed").write_text(str(os.getpid()))
+            os.kill(os.getpid() if victim == "worker" else os.getppid(), signal.SIGKILL)
+            time.sleep(600)
+    else:
+        (root / "other").open("a").write("x")
+    return batches(self, texts, start)
+
+
+NgramHasher.batches = batches_once
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[4:]))
+"""
+
+
+@pytest.mark.parametrize("victim", ["worker", "driver"])
+def test_the_same_command_continues_after_a_kill(data: Path, tmp_path: Path, victim: str) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
+    words = ["--pool", str(data / "pool/*.jsonl"), "--target", str(data / "target.jsonl"), "--budget", "40"]
+    words += ["--data.holdout", "0", "--backbone", "flatshift-5m", "--method", "dsir", "--on", "local:2"]
+    second = list(read_rows([str(data / "pool" / "0.jsonl")]))[497 // FILES].values["text"]  # three are blank
+    command = [
+        sys.executable,
+        "script.py",
+        str(tmp_path),
+        victim,
+        second,
+        "select",
+        *words,
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    options: Any = {"cwd": tmp_path, "env": environment, "text": True, "timeout": HANG_S, "capture_output": True}
+    killed = subprocess.run(command, check=False, **options)
+    if victim == "worker":
+        assert killed.returncode == 2
+        assert "a worker was killed in the stage 'n-grams' (out of memory?); finished shards are kept" in killed.stderr
+    else:
+        assert killed.returncode == -signal.SIGKILL
+    wait_until_gone(int((tmp_path / "killed").read_text(encoding="utf-8")))
+    before = (tmp_path / "other").read_text(encoding="utf-8")
+    again = subprocess.run(command, check=False, **options)
+    assert again.returncode == 0, again.stderr
+    assert "read pool" not in again.stderr and "of 3 shards are finished" in again.stderr
+    # The target is hashed again, the first shard is not; the third may have been under way.
+    assert len((tmp_path / "other").read_text(encoding="utf-8")) - len(before) <= 2
+    assert (tmp_path / "second").read_text(encoding="utf-8") == "xx"
+    assert select(data, tmp_path / "one", "--method", "dsir") == 0
+    check_equal(tmp_path / "one", tmp_path / "out")
+
+
+def wait_until_gone(pid: int) -> None:
+    end = time.monotonic() + HANG_S
+    while time.monotonic() < end:
+        try:
+            status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return
+        if status.rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"worker {pid} lives on without the process that started it")
+
+
+def interrupt(shard: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.fixture
+def unfinished(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
+    """Return a directory with a copy of the data and the state of a selection interrupted in its last stage."""
+    shutil.copytree(data, tmp_path / "data")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("flatshift.selection.methods.dsir._sum_gains", interrupt)
+        assert select(tmp_path / "data", tmp_path / "out", "--method", "dsir", "--on", "local:1") == 3
+    assert "what was reached is kept" in capsys.readouterr().err
+    return tmp_path
+
+
+def test_a_shard_that_changed_or_is_missing_is_named_and_nothing_is_lost(
+    unfinished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out = unfinished / "data", unfinished / "out"
+    file = data / "pool" / "1.jsonl"
+    content = file.read_bytes()
+
+    def refusal() -> str:
+        capsys.readouterr()
+        assert select(data, out, "--method", "dsir", "--on", "local:1") == 2
+        return capsys.readouterr().err
+
+    file.write_bytes(content.replace(b"the", b"teh", 1))
+    assert f"{file} has changed since the unfinished selection read it; restore it, or name another --out" in refusal()
+    file.unlink()
+    assert f"{file} is missing, and the unfinished selection reads it; restore it" in refusal()
+    file.write_bytes(content)
+    (data / "pool" / "3.jsonl").write_bytes(content)
+    assert f"{data / 'pool' / '3.jsonl'}: the unfinished selection reads other files" in refusal()
+    (data / "pool" / "3.jsonl").unlink()
+    lost = next((out / "state" / "kept" / "shards").glob("n-grams-*/00001.ngrams.npy"))
+    lost.write_bytes(lost.read_bytes()[:-1])  # done again
+    capsys.readouterr()
+    assert select(data, out, "--method", "dsir", "--on", "local:1") == 0
+    assert "n-grams: 2 of 3 shards are finished" in capsys.readouterr().err
+    assert select(data, unfinished / "one", "--method", "dsir") == 0
+    check_equal(unfinished / "one", out)
+
+
+def test_mistakes_in_the_pool_are_those_of_one_process(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(data / "pool", tmp_path / "pool")
+    shutil.copy(data / "target.jsonl", tmp_path)
+    file = tmp_path / "pool" / "2.jsonl"
+    content = file.read_bytes()
+    for line in (b'{"id": "r3", "text": "twice"}\n', b'{"id": "r999", "txt": "none"}\n', b"{broken\n"):
+        file.write_bytes(content + line)
+        errors = []
+        for more in ([], ["--on", "local:1"]):
+            capsys.readouterr()
+            assert select(tmp_path, tmp_path / "out", "--method", "dsir", *more) == 2
+            errors.append(capsys.readouterr().err.splitlines()[-1])
+        assert errors[0] == errors[1] and "2.jsonl:167" in errors[0]
+    (tmp_path / "pool" / "1.jsonl").write_bytes(b"{broken\n" + (tmp_path / "pool" / "1.jsonl").read_bytes())
+    words = ["--method", "dsir", "--bad-rows", "skip", "--select.pool.limit", "300", "--domain-column", "domain"]
+    assert select(tmp_path, tmp_path / "one", *words) == 0
+    assert select(tmp_path, tmp_path / "shards", *words, "--on", "local:1") == 0
+    check_equal(tmp_path / "one", tmp_path / "shards")
+    for columns in (["--domain-column", "nowhere"], ["--id-column", "nowhere"]):
+        capsys.readouterr()
+        assert select(tmp_path, tmp_path / "other", *words[:6], *columns, "--on", "local:1") == 2
+        assert "no column 'nowhere'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--on", "locl:2", "--method", "dsir"], "--on 'locl:2' is no executor; take local[:WORKERS], slurm"),
+        (["--on", "local:0", "--method", "dsir"], "--on local:0: the number of workers must be at least 1"),
+        (["--on", "local:", "--method", "dsir"], "--on 'local:' is no executor"),
+        (["--on", "local"], "--on: cynical is scored by one process; leave --on out, or take a method"),
+        (["--on", "local", "--method", "gotd", "--embedder", "gradients"], "the second moments of gradients"),
+        (["--on", "local", "--method", "knn", "--select.cache", "cache"], "select.cache: with --on"),
+        (["--on", "slurm", "--method", "dsir"], "there is no sbatch here"),
+        (["--on", "ray:127.0.0.1:1", "--method", "dsir"], "--on ray:127.0.0.1:1: no Ray cluster answers there"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    if words[1].startswith("ray"):
+        pytest.importorskip("ray")
+    assert select(data, tmp_path / "out", *words) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
