@@ -207,6 +207,7 @@ class Vectors:
 
     def _embed_shards(self, shards: ShardMap) -> Any:
         embedding, dtype = self._embedding, self.spec.feature_type
+        assert embedding.build is not None
         function = partial(_embed_shard, build=embedding.build, dtype=dtype)
         parts = shards("vectors", function, inputs=embedding.fitted, align=embedding.align)
         matrices: list[Any] = [part["vectors"] for part in parts]

@@ -245,12 +245,12 @@ def _read_sides(recipe: Recipe, directory: Path, console: Console, stages: Stage
         target = drop_blank_texts(target, target_files, "target")
         negative = None if negative is None else drop_blank_texts(negative, spec.negative.files, "negative")
     pool = read_pool(spec, seed, directory, console, stages)
-    shards = stages and stages.over(pool.rows)
+    shards = None if stages is None else stages.over(pool.rows)
     remaining, hygiene = clean_rows(recipe, pool.rows, target.rows, held_out, directory, console, shards)
     pool = replace(pool, rows=cut_pool(recipe, remaining, console))
     pieces = len(pool.rows)
     if without:
-        pool = drop_blank_texts(pool, spec.pool.files, "pool", stages and stages.over(pool.rows))
+        pool = drop_blank_texts(pool, spec.pool.files, "pool", None if stages is None else stages.over(pool.rows))
     sides = PoolAndTarget(pool, target, negative, target_files, len(remaining), pieces, target_entry, hygiene)
     for name, records in sides.by_name.items():
         if records is not None and records.skipped:
@@ -318,7 +318,7 @@ def _fit_selector(
         domains=sides.domains[0],
         weights=sides.weights,
         tokens=sides.tokens[0],
-        shards=stages and stages.over(rows),
+        shards=None if stages is None else stages.over(rows),
     )
     target = Pool(
         ids=[row.id for row in sides.target.rows],

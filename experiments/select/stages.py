@@ -11,10 +11,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import multiprocessing
 import os
 import pickle
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -50,6 +52,7 @@ _SHARD_ROWS = 1 << 17
 """Most rows of a shard, as far as its borders may be chosen; a pool of many files has as many shards as files."""
 _MEMORY_GB = 2
 _POLL_S = 2.0
+_CONNECT_S = 10.0
 _SETTLE_S = 10.0
 """Seconds that a network file system may take to show a file of another machine."""
 
@@ -542,19 +545,17 @@ def _slurm_executor(partition: str, stage: str, **settings: Any) -> Any:
         def run(self) -> None:
             """Submit the job, or find the one that a killed command submitted, and wait for its tasks."""
             submitted = Path(self.logging_dir.resolve_paths("job"))
-            if submitted.is_file():
-                self.job_id = submitted.read_text(encoding="utf-8")
-            if self.job_id is None or not _is_queued(self.job_id):
-                self.job_id = None
+            if not submitted.is_file() or not _is_queued(submitted.read_text(encoding="utf-8")):
                 try:
                     self.launch_job()
                 except subprocess.CalledProcessError as error:
                     reason = (error.stderr or b"").decode(errors="replace").strip() or f"exit code {error.returncode}"
                     raise UserError(f"--on slurm: sbatch refuses the job of the stage {stage!r}: {reason}") from None
                 write_text(submitted, str(self.job_id))
+            job = submitted.read_text(encoding="utf-8")
             settled = None
             while self.get_incomplete_ranks():
-                if not _is_queued(str(self.job_id)):
+                if not _is_queued(job):
                     settled = settled or time.monotonic() + _SETTLE_S
                     if time.monotonic() > settled:
                         return
@@ -581,9 +582,13 @@ def _is_queued(job: str) -> bool:
 def _ray_cluster(address: str) -> Iterator[None]:
     import ray
 
+    address = address or os.environ.get("RAY_ADDRESS", "")
+    host, _, port = address.rpartition(":")
     try:
-        ray.init(address or "auto", log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError):
+        if address:  # Ray itself would go on asking for many minutes
+            socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+        ray.init(address or "auto", log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, RuntimeError, ValueError):
         raise UserError(
             f"--on ray{address and ':'}{address}: no Ray cluster answers {'there' if address else 'here'}; start one "
             "(`ray start --head`), or name its address, ray:HOST:PORT"

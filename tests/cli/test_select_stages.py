@@ -107,63 +107,58 @@ from pathlib import Path
 from flatshift.cli import run
 from flatshift.selection.methods.dsir import NgramHasher
 
-root, victim, text = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+root, text = Path(sys.argv[1]), sys.argv[2]
 batches = NgramHasher.batches
 
 
-def batches_once(self, texts, start=0):
-    if texts[0] == text:
-        (root / "second").open("a").write("x")
-        if not (root / "killed").exists():
-            while not list(root.glob("out/state/kept/shards/n-grams-*/00000.json")):
-                time.sleep(0.02)
-            (root / "killed").write_text(str(os.getpid()))
-            os.kill(os.getpid() if victim == "worker" else os.getppid(), signal.SIGKILL)
-            time.sleep(600)
-    else:
-        (root / "other").open("a").write("x")
+def batches_of_a_killed_command(self, texts, start=0):
+    second = texts[0] == text
+    with (root / ("second" if second else "other")).open("a") as calls:
+        calls.write("x")
+    victim = (root / "victim").read_text()
+    if second and victim:
+        while not list(root.glob("out/state/kept/shards/n-grams-*/00000.json")):
+            time.sleep(0.02)
+        (root / "victim").write_text("")
+        (root / "pid").write_text(str(os.getpid()))
+        os.kill(os.getpid() if victim == "worker" else os.getppid(), signal.SIGKILL)
+        time.sleep(600)
     return batches(self, texts, start)
 
 
-NgramHasher.batches = batches_once
+NgramHasher.batches = batches_of_a_killed_command
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[4:]))
+    sys.exit(run(sys.argv[3:]))
 """
 
 
-@pytest.mark.parametrize("victim", ["worker", "driver"])
-def test_the_same_command_continues_after_a_kill(data: Path, tmp_path: Path, victim: str) -> None:
+def test_the_same_command_continues_after_a_worker_and_the_driver_are_killed(data: Path, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
     words = ["--pool", str(data / "pool/*.jsonl"), "--target", str(data / "target.jsonl"), "--budget", "40"]
     words += ["--data.holdout", "0", "--backbone", "flatshift-5m", "--method", "dsir", "--on", "local:2"]
     second = list(read_rows([str(data / "pool" / "0.jsonl")]))[497 // FILES].values["text"]  # three are blank
-    command = [
-        sys.executable,
-        "script.py",
-        str(tmp_path),
-        victim,
-        second,
-        "select",
-        *words,
-        "--out",
-        str(tmp_path / "out"),
-    ]
+    command = [sys.executable, "script.py", str(tmp_path), second, "select", *words, "--out", str(tmp_path / "out")]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    options: Any = {"cwd": tmp_path, "env": environment, "text": True, "timeout": HANG_S, "capture_output": True}
-    killed = subprocess.run(command, check=False, **options)
-    if victim == "worker":
-        assert killed.returncode == 2
-        assert "a worker was killed in the stage 'n-grams' (out of memory?); finished shards are kept" in killed.stderr
-    else:
-        assert killed.returncode == -signal.SIGKILL
-    wait_until_gone(int((tmp_path / "killed").read_text(encoding="utf-8")))
+
+    def run_and_kill(victim: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "victim").write_text(victim, encoding="utf-8")
+        return subprocess.run(
+            command, check=False, cwd=tmp_path, env=environment, text=True, timeout=HANG_S, capture_output=True
+        )
+
+    killed = run_and_kill("worker")
+    assert killed.returncode == 2
+    assert "a worker was killed in the stage 'n-grams' (out of memory?); finished shards are kept" in killed.stderr
+    killed = run_and_kill("driver")
+    assert killed.returncode == -signal.SIGKILL
+    wait_until_gone(int((tmp_path / "pid").read_text(encoding="utf-8")))
     before = (tmp_path / "other").read_text(encoding="utf-8")
-    again = subprocess.run(command, check=False, **options)
+    again = run_and_kill("")
     assert again.returncode == 0, again.stderr
     assert "read pool" not in again.stderr and "of 3 shards are finished" in again.stderr
     # The target is hashed again, the first shard is not; the third may have been under way.
     assert len((tmp_path / "other").read_text(encoding="utf-8")) - len(before) <= 2
-    assert (tmp_path / "second").read_text(encoding="utf-8") == "xx"
+    assert (tmp_path / "second").read_text(encoding="utf-8") == "xxx"
     assert select(data, tmp_path / "one", "--method", "dsir") == 0
     check_equal(tmp_path / "one", tmp_path / "out")
 
@@ -273,3 +268,76 @@ def test_what_cannot_be_divided_is_refused(
     assert select(data, tmp_path / "out", *words) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+SLURM = """#!/bin/bash
+# sbatch: every task of the array one after another; squeue: the job has ended; srun: the command itself.
+case "$(basename "$0")" in
+  squeue) exit 0 ;;
+  srun) while [[ "$1" == -* ]]; do [ "$1" = -n ] && shift; shift; done; exec "$@" ;;
+  scontrol) echo localhost; exit 0 ;;
+  merge_stats) exit 0 ;;
+  launch_pickled_pipeline) exec "$PYTHON" -m datatrove.tools.launch_pickled_pipeline "$@" ;;
+esac
+script="${@: -1}"
+cat "$script" >> "$SCRIPTS"
+last=$(sed -n 's/^#SBATCH --array=0-//p' "$script")
+export RUN_OFFSET=0 SLURM_NODELIST=localhost SLURM_JOB_ID=77
+for SLURM_ARRAY_TASK_ID in $(seq 0 "$last"); do
+  export SLURM_ARRAY_TASK_ID
+  bash "$script" >> "$SCRIPTS.log" 2>&1 || exit 1
+done
+echo "Submitted batch job 77"
+"""
+
+
+def test_stages_on_slurm_are_arrays_of_its_jobs(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bin").mkdir()
+    for name in ("sbatch", "srun", "squeue", "scontrol", "merge_stats", "launch_pickled_pipeline"):
+        (tmp_path / "bin" / name).write_text(SLURM, encoding="utf-8")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("PYTHON", sys.executable)
+    monkeypatch.setenv("SCRIPTS", str(tmp_path / "scripts"))
+    # The real programs of this environment come first in the job's PATH.
+    monkeypatch.setattr("flatshift.experiments.select.stages.sys.executable", str(tmp_path / "bin" / "python"))
+    assert select(data, tmp_path / "slurm", "--method", "dsir", "--on", "slurm:cpu") == 0
+    logs = tmp_path / "slurm" / "state" / "kept" / "shards" / "read" / "datatrove"
+    scripts = (tmp_path / "scripts").read_text(encoding="utf-8").split("#!/bin/bash\n")
+    jobs = [script for script in scripts if "launch_pickled_pipeline" in script]
+    assert jobs[0].splitlines() == [
+        "#SBATCH --cpus-per-task=1",
+        "#SBATCH --mem-per-cpu=2G",
+        "#SBATCH --nodes=1",
+        "#SBATCH --partition=cpu",
+        "#SBATCH --job-name=flatshift-read-pool",
+        f"#SBATCH --output={logs}/slurm_logs/%A_%a.out",
+        f"#SBATCH --error={logs}/slurm_logs/%A_%a.out",
+        "#SBATCH --array=0-2",
+        "#SBATCH --requeue",
+        'echo "Starting data processing job flatshift-read-pool"',
+        f"export PATH={tmp_path / 'bin'}:$PATH",
+        "set -xe",
+        "export PYTHONUNBUFFERED=TRUE",
+        f"srun  -l -n 1 launch_pickled_pipeline {logs}/executor.pik",
+    ]
+    names = [line.partition("=")[2] for job in jobs for line in job.splitlines() if "job-name" in line]
+    assert names == [f"flatshift-{stage}" for stage in ("read-pool", "blank-texts", "n-grams", "weights")]
+    assert select(data, tmp_path / "one", "--method", "dsir") == 0
+    check_equal(tmp_path / "one", tmp_path / "slurm")
+
+
+def test_stages_run_on_a_cluster_of_ray(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{os.environ.get('PYTHONPATH', '')}")
+    cluster = Cluster(head_node_args={"num_cpus": 1, "memory": 4 << 30})
+    try:
+        cluster.add_node(num_cpus=1, memory=4 << 30)
+        assert select(data, tmp_path / "ray", "--method", "dsir", "--on", f"ray:{cluster.address}") == 0
+    finally:
+        cluster.shutdown()
+    assert select(data, tmp_path / "one", "--method", "dsir") == 0
+    check_equal(tmp_path / "one", tmp_path / "ray")
