@@ -242,7 +242,10 @@ class Stages:
         began = time.monotonic()
         if open_tasks:
             try:
-                executor.run()
+                if self.executor.kind == "slurm":
+                    _run_on_slurm(executor, stage)
+                else:
+                    executor.run()
             except BrokenProcessPool:
                 raise UserError(
                     f"--on local: a worker was killed in the stage {stage!r} (out of memory?); finished shards are "
@@ -535,33 +538,13 @@ def _run_task(settings: Mapping[str, Any], rank: int) -> None:
 def _slurm_executor(partition: str, stage: str, **settings: Any) -> Any:
     from datatrove.executor import SlurmPipelineExecutor
 
-    class WaitingExecutor(SlurmPipelineExecutor):
-        """datatrove's executor, whose `run` returns when the job has left the queue."""
+    class DefaultsExecutor(SlurmPipelineExecutor):
+        """datatrove's executor without directives that nobody set: the cluster's defaults or sbatch's variables count."""
 
         def get_sbatch_args(self, max_array: int = 1) -> dict[str, Any]:
-            """Return the directives without those that nobody set: the cluster's defaults, or sbatch's variables."""
             return {name: value for name, value in super().get_sbatch_args(max_array).items() if value is not None}
 
-        def run(self) -> None:
-            """Submit the job, or find the one that a killed command submitted, and wait for its tasks."""
-            submitted = Path(self.logging_dir.resolve_paths("job"))
-            if not submitted.is_file() or not _is_queued(submitted.read_text(encoding="utf-8")):
-                try:
-                    self.launch_job()
-                except subprocess.CalledProcessError as error:
-                    reason = (error.stderr or b"").decode(errors="replace").strip() or f"exit code {error.returncode}"
-                    raise UserError(f"--on slurm: sbatch refuses the job of the stage {stage!r}: {reason}") from None
-                write_text(submitted, str(self.job_id))
-            job = submitted.read_text(encoding="utf-8")
-            settled = None
-            while self.get_incomplete_ranks():
-                if not _is_queued(job):
-                    settled = settled or time.monotonic() + _SETTLE_S
-                    if time.monotonic() > settled:
-                        return
-                time.sleep(_POLL_S)
-
-    return WaitingExecutor(
+    return DefaultsExecutor(
         **settings,
         partition=partition or None,
         time=None,
@@ -570,6 +553,28 @@ def _slurm_executor(partition: str, stage: str, **settings: Any) -> Any:
         job_name=f"flatshift-{stage.replace(' ', '-')}",
         env_command=f"export PATH={Path(sys.executable).parent}:$PATH",
     )
+
+
+def _run_on_slurm(executor: Any, stage: str) -> None:
+    """Submit the job of a stage, or find the one that a killed command submitted, and wait until it left the queue."""
+    submitted = Path(executor.logging_dir.resolve_paths("job"))
+    if not submitted.is_file() or not _is_queued(submitted.read_text(encoding="utf-8")):
+        try:
+            executor.launch_job()
+        except subprocess.CalledProcessError as error:
+            raise UserError(
+                f"--on slurm: sbatch refuses the job of the stage {stage!r} with exit code {error.returncode}; its "
+                "reason is above"
+            ) from None
+        write_text(submitted, str(executor.job_id))
+    job = submitted.read_text(encoding="utf-8")
+    settled = None
+    while executor.get_incomplete_ranks():
+        if not _is_queued(job):
+            settled = settled or time.monotonic() + _SETTLE_S
+            if time.monotonic() > settled:
+                return
+        time.sleep(_POLL_S)
 
 
 def _is_queued(job: str) -> bool:

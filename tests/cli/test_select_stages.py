@@ -302,7 +302,7 @@ def test_stages_on_slurm_are_arrays_of_its_jobs(data: Path, tmp_path: Path, monk
     monkeypatch.setenv("SCRIPTS", str(tmp_path / "scripts"))
     # The real programs of this environment come first in the job's PATH.
     monkeypatch.setattr("flatshift.experiments.select.stages.sys.executable", str(tmp_path / "bin" / "python"))
-    assert select(data, tmp_path / "slurm", "--method", "dsir", "--on", "slurm:cpu") == 0
+    assert select(data, tmp_path / "slurm", "--method", "dsir", "--on", "slurm:cpu", pool="pool/[01].jsonl") == 0
     logs = tmp_path / "slurm" / "state" / "kept" / "shards" / "read" / "datatrove"
     scripts = (tmp_path / "scripts").read_text(encoding="utf-8").split("#!/bin/bash\n")
     jobs = [script for script in scripts if "launch_pickled_pipeline" in script]
@@ -314,7 +314,7 @@ def test_stages_on_slurm_are_arrays_of_its_jobs(data: Path, tmp_path: Path, monk
         "#SBATCH --job-name=flatshift-read-pool",
         f"#SBATCH --output={logs}/slurm_logs/%A_%a.out",
         f"#SBATCH --error={logs}/slurm_logs/%A_%a.out",
-        "#SBATCH --array=0-2",
+        "#SBATCH --array=0-1",
         "#SBATCH --requeue",
         'echo "Starting data processing job flatshift-read-pool"',
         f"export PATH={tmp_path / 'bin'}:$PATH",
@@ -324,7 +324,7 @@ def test_stages_on_slurm_are_arrays_of_its_jobs(data: Path, tmp_path: Path, monk
     ]
     names = [line.partition("=")[2] for job in jobs for line in job.splitlines() if "job-name" in line]
     assert names == [f"flatshift-{stage}" for stage in ("read-pool", "blank-texts", "n-grams", "weights")]
-    assert select(data, tmp_path / "one", "--method", "dsir") == 0
+    assert select(data, tmp_path / "one", "--method", "dsir", pool="pool/[01].jsonl") == 0
     check_equal(tmp_path / "one", tmp_path / "slurm")
 
 
