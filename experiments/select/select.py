@@ -57,7 +57,7 @@ from flatshift.experiments.select.pool import (
 )
 from flatshift.experiments.select.relevance import apply_relevance, check_relevance
 from flatshift.experiments.select.selection_checks import can_check, non_fatal, profile_selection, run_selection_checks
-from flatshift.experiments.select.stages import Stages, check_stages
+from flatshift.experiments.select.stages import Stages
 from flatshift.experiments.select.target import check_target, read_target, target_record
 from flatshift.finetune.atomic import write_json
 from flatshift.finetune.data.files import describe_files
@@ -127,7 +127,8 @@ def select(
         console.log = append_to_log
         if work.continued:
             console.say(f"continuing the unfinished selection in {out}")
-        with contextlib.nullcontext() if on is None else Stages(on, work.state / "shards", console) as stages:
+        workers = contextlib.nullcontext() if on is None else Stages(on, recipe.select, work.state / "shards", console)
+        with workers as stages:
             manifest = select_into(recipe, directory, console, state=work.state, fit=fit, stages=stages)
         page = draw(directory).name if draw is not None else None
     console.log = None  # the log has moved with its directory
@@ -155,8 +156,6 @@ def select_into(
     check_method(spec)
     check_relevance(spec)
     check_vectors(spec)
-    if stages is not None:
-        check_stages(spec)
     if (idle := unused_setting(spec)) is not None:
         console.say(f"note: select.{idle} has no effect: {spec.method.kind} looks at no vectors")
     sides = _read_sides(recipe, directory, console, stages)

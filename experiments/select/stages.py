@@ -33,12 +33,13 @@ from typing import Any
 import numpy as np
 
 from flatshift.experiments.recipe.schema import Select
+from flatshift.experiments.results.cells import flatshift_version
 from flatshift.experiments.run.console import Console
 from flatshift.finetune.atomic import make_directory, read_json_object, write_json, write_text
 from flatshift.finetune.data.config import Columns
 from flatshift.finetune.data.files import HUB, expand_files, file_digest
 from flatshift.finetune.data.remote import RemoteFile
-from flatshift.finetune.data.rows import Row, read_rows, repeated_id_message
+from flatshift.finetune.data.rows import Row, missing_column_message, read_rows, repeated_id_message
 from flatshift.finetune.data.view import RowStore, RowView, write_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.launch.spawn import THREAD_VARIABLES
@@ -57,7 +58,7 @@ _SETTLE_S = 10.0
 """Seconds that a network file system may take to show a file of another machine."""
 
 
-def check_stages(spec: Select) -> None:
+def _check_settings(spec: Select) -> None:
     """Raise UserError for a selection whose stages cannot be run by shards."""
     if spec.method.kind not in METHODS:
         raise UserError(
@@ -115,10 +116,12 @@ class StageResults(list[Arrays]):
 class Stages:
     """Stages of one selection, with their results in `directory` until it is complete.
 
-    on: as `--on`. Use as a context manager: at its end the workers end.
+    on: as `--on`. Use as a context manager: at its end the workers end. Raises UserError for an `on` that is no
+    executor or is not there, and for settings whose stages are not divided.
     """
 
-    def __init__(self, on: str, directory: Path, console: Console):
+    def __init__(self, on: str, spec: Select, directory: Path, console: Console):
+        _check_settings(spec)
         self.executor, self.directory, self.console = Executor.parse(on), directory.absolute(), console
         self._stack = contextlib.ExitStack()
         self._store: tuple[Sequence[Path], Columns, Sequence[int]] = [], Columns(), []
@@ -287,14 +290,14 @@ class _Step:
 
     directory: Path
     work: Callable[[int], Arrays]
-    version: str = field(default_factory=lambda: _version())
+    version: str = field(default_factory=flatshift_version)
 
     def __repr__(self) -> str:
         return f"stage {self.directory.name}"
 
     def __call__(self, documents: Any = None, rank: int = 0, world_size: int = 1) -> None:
         try:
-            if self.version != (own := _version()):
+            if self.version != (own := flatshift_version()):
                 raise UserError(
                     f"--on: a worker runs Flatshift {own}, and this command {self.version}; install the same version"
                 )
@@ -309,12 +312,6 @@ class _Step:
                 np.save(handle, np.asarray(array), allow_pickle=False)
             sizes[name] = path.stat().st_size
         write_json(_record_file(self.directory, rank), {"bytes": sizes})
-
-
-def _version() -> str:
-    from flatshift import __version__
-
-    return __version__
 
 
 @dataclass(frozen=True)
@@ -443,8 +440,6 @@ def _check_same_files(before: Sequence[str], now: Sequence[str]) -> None:
 
 
 def _check_named_columns(files: Sequence[str], records: Sequence[Mapping[str, Any]], named: Mapping[str, str]) -> None:
-    from flatshift.finetune.data.rows import missing_column_message
-
     columns = list(dict.fromkeys(name for record in records for name in record["columns"]))
     for own, origin in named.items() if columns else ():
         if own not in columns:
@@ -539,7 +534,7 @@ def _slurm_executor(partition: str, stage: str, **settings: Any) -> Any:
     from datatrove.executor import SlurmPipelineExecutor
 
     class DefaultsExecutor(SlurmPipelineExecutor):
-        """datatrove's executor without directives that nobody set: the cluster's defaults or sbatch's variables count."""
+        """datatrove's executor without the directives that nobody set: the cluster's defaults count."""
 
         def get_sbatch_args(self, max_array: int = 1) -> dict[str, Any]:
             return {name: value for name, value in super().get_sbatch_args(max_array).items() if value is not None}

@@ -328,6 +328,7 @@ def test_stages_on_slurm_are_arrays_of_its_jobs(data: Path, tmp_path: Path, monk
     check_equal(tmp_path / "one", tmp_path / "slurm")
 
 
+@pytest.mark.slow
 def test_stages_run_on_a_cluster_of_ray(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
