@@ -59,6 +59,9 @@ class Flags:
     processes: int | None = None
     """Number of processes on this machine among which the passes over the pool are divided, one thread each (gotd);
     under torchrun, its processes are used. The selection does not depend on the number."""
+    on: str | None = None
+    """Run the passes over the pool by shards, on local[:WORKERS], slurm[:PARTITION] or ray[:ADDRESS] (classifier, dsir,
+    gotd, knn, moore-lewis). The selection is the same."""
     seed: int | None = None
     """Seed of every random draw."""
     text_column: str | None = None
@@ -125,7 +128,7 @@ def run(argv: list[str]) -> int:
     with force_exit_on_signal():
         from flatshift.experiments.select.select import select
 
-        manifest = select(resolved, flags.out, quiet=flags.json, draw=draw_report)
+        manifest = select(resolved, flags.out, quiet=flags.json, draw=draw_report, on=flags.on)
     _print_result(manifest, flags, words)
     return 0
 
@@ -141,7 +144,7 @@ def _select_on_ranks(flags: Flags, resolved: Resolved, words: Sequence[str]) -> 
     from flatshift.experiments.select.ranks import select_on_ranks
 
     assert flags.out is not None
-    manifest = select_on_ranks(resolved, flags.out, quiet=flags.json, draw=draw_report)
+    manifest = select_on_ranks(resolved, flags.out, quiet=flags.json, draw=draw_report, on=flags.on)
     if manifest is not None:
         _print_result(manifest, flags, words)
     return 0
