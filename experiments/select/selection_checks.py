@@ -375,7 +375,7 @@ def _warnings(profile: dict[str, Any], targets: int) -> list[str]:
         sentences.append(
             f"the chosen records are like the target in form (case, marks and spacing: {selection['form']:.2f}, a draw "
             f"of the pool {pool['form']:.2f}) and not in words ({selection['words_alike']:.2f}, "
-            f"{pool['words_alike']:.2f}); set select.plain_form to score words alone"
+            f"{pool['words_alike']:.2f}); write both in one form first, or compare --method dsir"
         )
     if "sources" in selection:
         name, share = next(iter(selection["sources"].items()))
