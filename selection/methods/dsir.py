@@ -6,11 +6,11 @@ version 3.9. (Version 3.10 uses another regex engine, which counts combining mar
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import ClassVar, Literal
 
@@ -198,7 +198,7 @@ class DSIRSelector(Selector, DSIR):
 
     def _weigh_shards(self, shards: ShardMap, target_counts: np.ndarray) -> np.ndarray:
         """Do the same as `_weigh_texts` by shards, whose n-grams are stored between the two passes."""
-        counted = shards("n-grams", partial(_count_ngrams, hashing=self.hashing, buckets=self.buckets))
+        counted = shards("n-grams", functools.partial(_count_ngrams, hashing=self.hashing, buckets=self.buckets))
         pool_counts = np.zeros(self.buckets)
         for part in counted:
             pool_counts += part["counts"]
@@ -216,9 +216,13 @@ def _build_hasher(hashing: str, buckets: int) -> NgramHasher:
     return NgramHasher(buckets) if hashing == "fast" else Sha256Hasher(buckets)
 
 
+_shard_hasher = functools.cache(_build_hasher)
+"""Hasher of a process' shards, which share its table of words."""
+
+
 def _count_ngrams(shard: Shard, *, hashing: str, buckets: int) -> Arrays:
     """Return the buckets of a shard's n-grams, the number of each text's, and the count of every bucket."""
-    hasher = _build_hasher(hashing, buckets)
+    hasher = _shard_hasher(hashing, buckets)
     counts = np.zeros(buckets)
     every = [np.empty(0, hasher.narrow)]
     lengths = [np.empty(0, np.int64)]

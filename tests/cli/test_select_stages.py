@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
@@ -99,6 +100,59 @@ def test_a_selection_by_shards_is_that_of_one_process(data: Path, tmp_path: Path
     drops = (tmp_path / "one" / "drops.jsonl").read_text(encoding="utf-8")
     for cause in ("length", "exact-duplicate", "near-duplicate", "cut"):
         assert f'"{cause}"' in drops
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [
+            "dsir",
+            "--select.method.hashing",
+            "sha256",
+            "--select.method.resample",
+            "true",
+            "--select.hygiene.drops",
+            "DROPS",
+        ],
+        ["gotd", "--embedder", "backbone", "--select.chunk.size", "30", "--select.pool.limit", "80"],
+        ["knn", "--pool-features", "POOL", "--target-features", "TARGET", "--bad-rows", "skip"],
+    ],
+    ids=["dsir", "gotd", "knn"],
+)
+def test_settings_hold_for_shards(data: Path, tmp_path: Path, words: list[str]) -> None:
+    removed = [json.dumps({"id": f"r{number}", "why": "removed"}) + "\n" for number in (3, 250, 499)]
+    (tmp_path / "drops.jsonl").write_text("".join(removed), encoding="utf-8")
+    generator = np.random.default_rng(0)
+    for name, rows in (("pool", 500), ("target", 60)):
+        np.save(tmp_path / f"{name}.npy", generator.standard_normal((rows, 5)).astype(np.float32))
+    files = {"DROPS": "drops.jsonl", "POOL": "pool.npy", "TARGET": "target.npy"}
+    words = ["--method", *(str(tmp_path / files[word]) if word in files else word for word in words)]
+    assert select(data, tmp_path / "one", *words) == 0
+    assert select(data, tmp_path / "shards", *words, "--on", "local:1") == 0
+    check_equal(tmp_path / "one", tmp_path / "shards")
+
+
+def test_trigrams_beyond_the_memory_are_counted_in_one_process(data: Path, tmp_path: Path) -> None:
+    texts = [row.values["text"] for row, _ in zip(read_rows(["sample:pool"]), range(1500), strict=False)]
+    shutil.copy(data / "target.jsonl", tmp_path)
+    (tmp_path / "pool").mkdir()
+    for number in range(2):
+        lines = [json.dumps({"text": text}) + "\n" for text in texts[number::2]]
+        (tmp_path / "pool" / f"{number}.jsonl").write_text("".join(lines), encoding="utf-8")
+    words = ["--method", "moore-lewis", "--select.method.memory_gib", "0.001"]
+    assert select(tmp_path, tmp_path / "one", *words) == 0
+    manifest = json.loads((tmp_path / "one" / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["selection"]["ngrams_dropped_up_to"] > 0
+    assert select(tmp_path, tmp_path / "shards", *words, "--on", "local:1") == 0
+    check_equal(tmp_path / "one", tmp_path / "shards")
+
+
+@pytest.mark.slow
+def test_processes_divide_the_transport_over_the_vectors_of_shards(data: Path, tmp_path: Path) -> None:
+    words = ["--method", "gotd", "--select.checks", "false", "--processes", "1"]
+    assert select(data, tmp_path / "one", *words) == 0
+    assert select(data, tmp_path / "shards", *words, "--on", "local:2") == 0
+    check_equal(tmp_path / "one", tmp_path / "shards")
 
 
 SCRIPT = """
