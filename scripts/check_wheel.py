@@ -55,16 +55,15 @@ def main() -> None:
 
 
 def build_wheel(folder: Path) -> Path:
+    """Build the sdist and the wheel out of it, as a release is built."""
     # stdout=-3 is subprocess.DEVNULL.
-    subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder), str(ROOT)], check=True, stdout=-3
-    )
+    subprocess.run([sys.executable, "-m", "build", "--outdir", str(folder), str(ROOT)], check=True, stdout=-3)
     (wheel,) = folder.glob("*.whl")
     return wheel
 
 
 def build_release(folder: Path) -> Path:
-    """Build wheel and sdist from a clean clone into dist/, the wheel out of the sdist, and print their sizes and hashes."""
+    """Build sdist and wheel of a clean clone into dist/, and print their sizes and hashes."""
     if subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, **_TEXT).stdout:
         raise SystemExit("the tree has changes that are not committed; commit them, a release is built from HEAD")
     clone, dist = folder / "clone", ROOT / "dist"

@@ -1,4 +1,4 @@
-"""Hatchling's hook for the project's links, so that the address is known in one place: PROJECT_URL when a release is built.
+"""Hatchling's hook for the project's links: their address is PROJECT_URL when a release is built.
 
 PROJECT_URL=https://github.com/OWNER/flatshift make release
 """
