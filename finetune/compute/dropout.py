@@ -30,7 +30,7 @@ from flatshift.regularizers.layers.signs import counter_values, layer_uid, mix64
 
 LANES = 4
 """Elements decided by one word."""
-_ONE_KERNEL = {"realize_opcount_threshold": 1 << 20, "realize_reads_threshold": 1 << 20}
+_ONE_KERNEL: dict[str, Any] = {"realize_opcount_threshold": 1 << 20, "realize_reads_threshold": 1 << 20}
 """Inductor's options under which it does not store the hash of the leading dims between two kernels."""
 _STEPS = 1 << 16
 """Resolution of a rate: it is rounded to a multiple of 1/65536, and kept elements are scaled by exactly that."""
