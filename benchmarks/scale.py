@@ -18,26 +18,34 @@ words; a fifth of them copy an earlier document of the same shard, or (half of t
 6 words replaced. Steps: length, exact duplicates, near-duplicates at a Jaccard similarity of 0.8 of character 5-grams.
 Memory is the peak of the anonymous resident set above its level before, CPU-seconds those of the cleaning alone.
 
+Group `stages`: `flatshift select --on local:2` beside the same command without `--on`, over a pool of such documents in
+files: CPU-seconds of the command and all its processes, and the largest anonymous resident set of a worker. Steps:
+exact and near-duplicates under 0.25 GiB, then the method. One thread a process; the report's checks are off.
+
 Run: python -m benchmarks.scale                                    eight million rows on 1, 2 and 4 processes; ten
                                                                    million on two
      python -m benchmarks.scale --rows 100000000 --processes 2     the second part with so many rows and processes
      python -m benchmarks.scale remote                             only this group; the other rows stay
      python -m benchmarks.scale dedup --documents 10000000         so many documents; else a million
+     python -m benchmarks.scale stages --documents 10000000 --method dsir --method gotd
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gzip
 import hashlib
 import importlib.util
 import json
 import os
+import resource
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,7 +68,7 @@ from flatshift.selection.transport.blocks import BLOCK
 DIM, TARGETS, CENTRES = 32, 64, 200
 SMALL, COUNTS = 8_000_000, (1, 2, 4)
 GIB = 2.0**30
-_GROUPS = ("ranks", "remote", "dedup")
+_GROUPS = ("ranks", "remote", "dedup", "stages")
 
 
 class DrawnRows(_LazyRows):
@@ -305,12 +313,69 @@ def dedup_rows(bench: Benchmark, *, documents: int, shards: int, memory_gib: flo
     bench.row(f"{what}: pairs of large crowds that were not compared", "pairs", ours=large["left_out"])
 
 
+def measured_command(command: list[str]) -> dict[str, float]:
+    """CPU-seconds of a command and its processes, and the largest anonymous resident sets of it and of a child."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    environment = os.environ | dict.fromkeys(spawn.THREAD_VARIABLES, "1")
+    driver = worker = 0
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None:
+            for status in Path("/proc").glob("[0-9]*/status"):
+                with contextlib.suppress(OSError):
+                    lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
+                    size = int(lines.get("RssAnon", "0 kB").split()[0]) << 10
+                    if int(lines["Pid"]) == process.pid:
+                        driver = max(driver, size)
+                    elif int(lines["PPid"]) == process.pid:
+                        worker = max(worker, size)
+            time.sleep(0.1)
+    if process.returncode:
+        raise RuntimeError(f"{command} ended with code {process.returncode}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"cpu": cpu, "driver": driver, "worker": worker}
+
+
+def stage_rows(bench: Benchmark, *, documents: int, files: int, methods: Sequence[str]) -> None:
+    """Selections from `documents` in `files`, by two workers and by one process."""
+    with tempfile.TemporaryDirectory() as folder:
+        drawn, before = DrawnDocuments(files, documents // files), []
+        for number in range(files):
+            texts = drawn._drawn(number, before)
+            lines = [json.dumps({"id": f"{number}-{place}", "text": text}) + "\n" for place, text in enumerate(texts)]
+            (Path(folder) / f"{number:05d}.jsonl").write_text("".join(lines), encoding="utf-8")
+            before = texts
+        command = [sys.executable, "-m", "flatshift", "select", "--pool", f"{folder}/*.jsonl"]
+        command += ["--target", "sample:banking/train", "--data.holdout", "0", "--budget", "1000"]
+        command += ["--select.hygiene.exact", "true", "--select.hygiene.near", "{}", "--select.checks", "false"]
+        command += ["--select.hygiene.memory_gib", "0.25"]
+        for method in methods:
+            runs, scores = {}, {}
+            for on in ("", "local:2"):
+                out = f"{folder}/{method}{on}"
+                more = ["--method", method, "--out", out, *(["--on", on] if on else [])]
+                runs[on] = measured_command([*command, *more])
+                scores[on] = pq.read_table(f"{out}/scores.parquet")
+                print(f"    {method} {on or 'one process'}: {runs[on]}", flush=True)
+            one, two = runs.values()
+            what = f"{method} of {documents:,} documents in {files:,} files"
+            title = f"{what}: CPU-seconds by two workers, times those of one process"
+            bench.row(title, "x", ours=two["cpu"] / one["cpu"], maximum=1.15)
+            bench.row(f"{what}: memory a worker", "MiB", ours=two["worker"] / 2**20, maximum=300)
+            bench.row(f"{what}: memory of the command", "MiB", ours=two["driver"] / 2**20)
+            bench.row(f"{what}: memory of one process", "MiB", ours=one["driver"] / 2**20)
+            same = scores[""].equals(scores["local:2"])
+            bench.row(f"{what}: the same scores", "selections", ours=float(same), exactly=1)
+
+
 def main() -> None:
     """`python -m benchmarks.scale`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("groups", nargs="*", choices=[[], *_GROUPS], metavar="GROUP", help=", ".join(_GROUPS))
     parser.add_argument("--records", type=int, default=200_000, help="of the group remote")
-    parser.add_argument("--documents", type=int, default=1_000_000, help="of the group dedup")
+    parser.add_argument("--documents", type=int, default=1_000_000, help="of the groups dedup and stages")
+    parser.add_argument("--files", type=int, default=100, help="of the group stages")
+    parser.add_argument("--method", action="append", help="of the group stages; dsir if none is named")
     parser.add_argument("--shards", type=int, default=1000, help="of the group dedup")
     parser.add_argument("--limit", type=float, default=0.25, help="of the group dedup, GiB")
     parser.add_argument("--rows", type=int, default=10_000_000)
@@ -325,6 +390,7 @@ def main() -> None:
     groups = {
         "ranks": partial(rank_rows, rows=asked.rows, processes=asked.processes, repeats=asked.repeats),
         "remote": partial(remote_rows, records=asked.records),
+        "stages": partial(stage_rows, documents=asked.documents, files=asked.files, methods=asked.method or ["dsir"]),
         "dedup": partial(dedup_rows, documents=asked.documents, shards=asked.shards, memory_gib=asked.limit),
     }
     rows_by_group(bench, groups, asked.groups)

@@ -17,7 +17,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -27,6 +27,7 @@ from flatshift.experiments.recipe.schema import Recipe, Select
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.select.adapted import Embed, gradient_embedder
 from flatshift.experiments.select.pool import PoolRecords, Records, select_settings
+from flatshift.experiments.select.stages import Stages
 from flatshift.finetune.atomic import fsync_directory, make_directory, read_json_object, write_json
 from flatshift.finetune.data.remote import BLOCK, RemoteFile, find_objects
 from flatshift.finetune.data.view import RowView
@@ -48,12 +49,13 @@ from flatshift.selection.config import (
 )
 from flatshift.selection.errors import BadRow, SelectionError
 from flatshift.selection.features import open_directory
-from flatshift.selection.features.cache import SHARD_ROWS, FeatureCache, embed_in_shards
+from flatshift.selection.features.cache import SHARD_ROWS, FeatureCache, Stored, embed_in_shards
 from flatshift.selection.features.directory import MANIFEST, FeatureDirectory, read_manifest
-from flatshift.selection.features.matrix import IndexedRows, load_features
+from flatshift.selection.features.matrix import IndexedRows, ShardedRows, load_features
 from flatshift.selection.features.pooling import read_layout, transformer_folder
 from flatshift.selection.features.tfidf import load_or_fit
 from flatshift.selection.features.tokens import TokenNgramEmbedder
+from flatshift.selection.shards import Arrays, Shard, ShardMap
 from flatshift.selection.validation import check_same_width
 
 MAX_BYTES = 256 << 20
@@ -108,11 +110,18 @@ def backbone_tokenizer(recipe: Recipe) -> tuple[Callable[[list[str]], list[list[
 
 
 class Embedding(NamedTuple):
-    """Function from texts to vectors, its key in a cache, and that of the target's texts, if it is another one."""
+    """Function from texts to vectors, its key in a cache, and that of the target's texts, if it is another one.
+
+    build: returns `embed` in another process, from the arrays `fitted`; align: the shards that it embeds there begin at
+    a multiple of this row, for a model's batches to be those of one process.
+    """
 
     embed: Embed
     key: str
     embed_target: Embed | None = None
+    build: Callable[[Arrays], Embed] | None = None
+    fitted: Arrays = {}  # noqa: RUF012 - not mutated
+    align: int = 1
 
 
 @dataclass
@@ -120,7 +129,8 @@ class Vectors:
     """Vectors of pool, target and negative examples of one recipe.
 
     The embedder is built on first use: TF-IDF is fitted on all three sides together, whatever part of the pool is then
-    requested. state: directory for a model's vectors until the selection is complete; None: not kept. `cache_use`
+    requested. state: directory for a model's vectors until the selection is complete; None: not kept. stages: embed the
+    pool by shards. `cache_use`
     describes the use of the cache for the manifest, `copies` the files copied from a store, by side. `close` removes
     temporary shards.
     """
@@ -135,6 +145,7 @@ class Vectors:
     cache_use: dict[str, Any] = field(default_factory=dict)
     copies: dict[str, LocalCopy] = field(default_factory=dict)
     _scratch: tempfile.TemporaryDirectory[str] | None = None
+    stages: Stages | None = None
 
     @cached_property
     def spec(self) -> Select:
@@ -150,7 +161,7 @@ class Vectors:
         view = self._pool.rows if view is None else view
         if self.spec.own is not None:
             return self._read_own("pool", self._pool, view.indices())
-        return self._embed(view.texts, label)
+        return self._embed(view.texts, label) if self.stages is None else self._embed_shards(self.stages.over(view))
 
     def target(self) -> np.ndarray:
         """Return (M, d)."""
@@ -180,7 +191,7 @@ class Vectors:
         return _own_features(path, records, index, side, address)
 
     def _embed(self, texts: Sequence[str], label: str, *, is_target: bool = False) -> Any:
-        embed, key, embed_target = self._embedding
+        embed, key, embed_target = self._embedding[:3]
         if is_target and embed_target is not None:
             embed, key = embed_target, f"{key} of the target"
         dtype = self.spec.feature_type
@@ -192,6 +203,16 @@ class Vectors:
         if self.spec.cache:
             for name in ("computed", "reused", "broken"):
                 self.cache_use[f"shards_{name}"] = self.cache_use.get(f"shards_{name}", 0) + getattr(cache, name)
+        return np.asarray(rows) if rows.nbytes <= MAX_BYTES else rows
+
+    def _embed_shards(self, shards: ShardMap) -> Any:
+        embedding, dtype = self._embedding, self.spec.feature_type
+        assert embedding.build is not None
+        function = partial(_embed_shard, build=embedding.build, dtype=dtype)
+        parts = shards("vectors", function, inputs=embedding.fitted, align=embedding.align)
+        matrices: list[Any] = [part["vectors"] for part in parts]
+        files = [Path(matrix.filename) for matrix in matrices]
+        rows = ShardedRows(files, [len(matrix) for matrix in matrices], matrices[0].shape[1], dtype)
         return np.asarray(rows) if rows.nbytes <= MAX_BYTES else rows
 
     def _open_cache(self, count: int) -> FeatureCache | None:
@@ -289,7 +310,7 @@ def _tfidf_embedding(vectors: Vectors, settings: TfIdf) -> Embedding:
     tfidf = TfIdfEmbedder(dim=settings.dim, buckets=settings.buckets, seed=seed, fit_rows=settings.fit_rows)
     if not cache:
         tfidf.fit(*vectors.texts)
-        return Embedding(tfidf.transform, "")
+        return Embedding(tfidf.transform, "", build=partial(_restore_tfidf, settings), fitted=tfidf.state())
     texts = tfidf.fit_texts(*vectors.texts)
     digest = hashlib.sha256(repr((settings, seed, [len(text) for text in texts])).encode())
     for text in texts:
@@ -304,13 +325,33 @@ def _token_ngram_embedding(vectors: Vectors, settings: TokenNgrams) -> Embedding
     seed = derive_seed(vectors.recipe.train.seed, "token n-grams")
     ngrams = TokenNgramEmbedder(tokenize, size, dim=settings.dim, fit_rows=settings.fit_rows, seed=seed)
     ngrams.fit(*vectors.texts)
-    return Embedding(ngrams.transform, f"tokens {ngrams.fingerprint}", ngrams.transform_target)
+    build = partial(_restore_token_ngrams, vectors.recipe)
+    key = f"tokens {ngrams.fingerprint}"
+    return Embedding(ngrams.transform, key, ngrams.transform_target, build=build, fitted=ngrams.state())
+
+
+def _embed_shard(shard: Shard, *, build: Callable[[Arrays], Embed], dtype: Stored) -> Arrays:
+    return {"vectors": embed_in_shards(shard.texts, build(shard.inputs), dtype=dtype)}
+
+
+def _restore_tfidf(settings: TfIdf, fitted: Arrays) -> Embed:
+    arrays = {name: np.asarray(array) for name, array in fitted.items()}
+    return TfIdfEmbedder(dim=settings.dim, buckets=settings.buckets).restore(arrays).transform
+
+
+def _restore_token_ngrams(recipe: Recipe, fitted: Arrays) -> Embed:
+    return TokenNgramEmbedder(*backbone_tokenizer(recipe)).restore(fitted).transform
+
+
+def _build_in_worker(recipe: Recipe, settings: IndependentEmbedder, fitted: Arrays) -> Embed:
+    return _build_independent(recipe, settings, (), keyed=False).embed
 
 
 def _independent_embedding(vectors: Vectors, settings: IndependentEmbedder) -> Embedding:
     texts = vectors.texts[0] if isinstance(settings, Gradients) else ()  # others need no pool
     keyed = bool(vectors.spec.cache or vectors.state)
-    return _build_independent(vectors.recipe, settings, texts, keyed=keyed)
+    embedding = _build_independent(vectors.recipe, settings, texts, keyed=keyed)
+    return embedding._replace(build=partial(_build_in_worker, vectors.recipe, settings), align=SHARD_ROWS)
 
 
 def _build_independent(

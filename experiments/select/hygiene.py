@@ -22,6 +22,7 @@ from flatshift.finetune.data.rows import Row, limit_rows, read_rows, require_row
 from flatshift.finetune.data.view import RowView
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.seeds import derive_seed
+from flatshift.selection.shards import ShardMap
 
 if TYPE_CHECKING:
     from flatshift.selection.hygiene import CleaningResult, DropList
@@ -35,12 +36,18 @@ _LIMITS = (
 
 
 def clean_rows(
-    recipe: Recipe, rows: RowView, target: Sequence[Row], held_out: Sequence[Row], directory: Path, console: Console
+    recipe: Recipe,
+    rows: RowView,
+    target: Sequence[Row],
+    held_out: Sequence[Row],
+    directory: Path,
+    console: Console,
+    shards: ShardMap | None = None,
 ) -> tuple[RowView, dict[str, Any] | None]:
     """Return the rows of the pool that are kept, in file order, and the manifest entry (None: no step is on).
 
-    held_out: rows of the target's files held out for evaluation. A record that decontamination cut becomes one row per
-    piece, as in `RowView.cut`.
+    held_out: rows of the target's files held out for evaluation. shards: as in `clean_pool`. A record that
+    decontamination cut becomes one row per piece, as in `RowView.cut`.
 
     Raises:
         UserError: no evaluation text for decontamination, pieces together with the user's own features, no record left.
@@ -83,6 +90,7 @@ def clean_rows(
             listed=listed,
             seed=derive_seed(recipe.train.seed, "hygiene"),
             progress=lambda stage, done: task(done, stage),
+            shards=shards,
         )
     named = {"target": [row.id for row in target], "eval": [identity for _, identity in evaluation_texts]}
     with (directory / "drops.jsonl").open("w", encoding="utf-8") as handle:

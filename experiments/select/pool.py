@@ -19,7 +19,8 @@ import numpy as np
 
 from flatshift.experiments.recipe.schema import Recipe, Select
 from flatshift.experiments.run.console import Console
-from flatshift.finetune.data.config import Files
+from flatshift.experiments.select.stages import Stages
+from flatshift.finetune.data.config import Columns, Files
 from flatshift.finetune.data.rows import Row, limit_rows, read_rows, require_rows
 from flatshift.finetune.data.view import RowView, spill_rows
 from flatshift.finetune.errors import UserError
@@ -27,6 +28,7 @@ from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.seeds import derive_seed
 from flatshift.selection.config import Domains, TextChunks, required_inputs
 from flatshift.selection.features.matrix import IndexedRows
+from flatshift.selection.shards import Arrays, Shard, ShardMap
 
 
 def select_settings(recipe: Recipe) -> Select:
@@ -82,13 +84,20 @@ class PoolAndTarget:
         return {"pool": self.pool, "target": self.target, "negative": self.negative}
 
 
-def read_pool(spec: Select, seed: int, directory: Path, console: Console) -> PoolRecords:
-    """Read the pool's rows into a temporary file in `directory` that is deleted with the view. Raises UserError."""
+def read_pool(spec: Select, seed: int, directory: Path, console: Console, stages: Stages | None = None) -> PoolRecords:
+    """Read the pool's rows into a temporary file in `directory` that is deleted with the view; with `stages` into files
+    of theirs. Raises UserError."""
     skipped: list[str] = []
-    rows = _read_rows(spec.pool, spec, "pool", skipped)
-    view = spill_rows(
-        _with_progress(rows, console), directory / ".pool.arrow", columns=spec.columns, domain_column=spec.domain_column
-    )
+    if stages is None:
+        rows = _read_rows(spec.pool, spec, "pool", skipped)
+        view = spill_rows(
+            _with_progress(rows, console),
+            directory / ".pool.arrow",
+            columns=spec.columns,
+            domain_column=spec.domain_column,
+        )
+    else:
+        view, skipped = stages.read(spec, _named_columns(spec))
     if not len(view):
         require_rows([], files=spec.pool.files, purpose="pool", skipped=skipped)
     total = len(view) + len(skipped)
@@ -165,15 +174,20 @@ def record_domains(records: Records, spec: Select) -> list[str | None] | None:
 def _read_rows(files: Files, spec: Select, name: str, skipped: list[str]) -> Iterator[Row]:
     if not files.files:
         raise UserError(f"select.{name}.files is empty: name the files of the {name}")
-    # The domain column, if set by the user or required by the method.
-    named = {spec.domain_column: "select.domain_column or --domain-column"}
-    if spec.domain_column == Select().domain_column and not isinstance(spec.method, Domains):
-        named = {}
     is_pool = name == "pool"
     return read_rows(
         files.files, columns=spec.columns, bad_rows=spec.bad_rows, skipped=skipped, setting="select.columns",
-        used=("id",) if is_pool else (), named=named if is_pool else None,
+        named=_named_columns(spec) if is_pool else None,
     )  # fmt: skip
+
+
+def _named_columns(spec: Select) -> dict[str, str]:
+    """Return the columns that at least one row of the pool must have, each with its setting: the id column if the user
+    named it, the domain column if the user set it or the method requires it."""
+    named = {spec.columns.id: "select.columns.id"} if spec.columns.id != Columns().id else {}
+    if spec.domain_column != Select().domain_column or isinstance(spec.method, Domains):
+        named[spec.domain_column] = "select.domain_column or --domain-column"
+    return named
 
 
 def _with_progress(rows: Iterable[Row], console: Console) -> Iterator[Row]:
@@ -196,12 +210,26 @@ def skips_blank_texts(spec: Select) -> bool:
     return spec.own is None or bool(required_inputs(spec.method) & {"texts", "losses"})
 
 
-def drop_blank_texts(records: AnyRecords, files: Sequence[str], name: str) -> AnyRecords:
-    """Return `records` without those whose text is only white space. Raises UserError if nothing is left."""
+def drop_blank_texts(
+    records: AnyRecords, files: Sequence[str], name: str, shards: ShardMap | None = None
+) -> AnyRecords:
+    """Return `records` without those whose text is only white space. shards: search by shards. Raises UserError if
+    nothing is left."""
     rows = records.rows
-    texts = rows.texts if isinstance(rows, RowView) else (row.values["text"] for row in rows)
-    blank = np.fromiter((not text or text.isspace() for text in texts), bool, len(rows))
+    if shards is not None:
+        blank = np.concatenate([part["blank"] for part in shards("blank texts", _find_blank)])
+    else:
+        texts = rows.texts if isinstance(rows, RowView) else (row.values["text"] for row in rows)
+        blank = _blank_texts(texts, len(rows))
     return _filter_records(records, ~blank, "the text is blank", files, name)
+
+
+def _blank_texts(texts: Iterable[str], count: int) -> np.ndarray:
+    return np.fromiter((not text or text.isspace() for text in texts), bool, count)
+
+
+def _find_blank(shard: Shard) -> Arrays:
+    return {"blank": _blank_texts(shard.texts, len(shard.texts))}
 
 
 def nonzero_rows(x: Any) -> np.ndarray:

@@ -42,10 +42,10 @@ _MAX_RATIO = 1.5
 
 
 def select_on_ranks(
-    resolved: Resolved, out: Path, *, quiet: bool = False, draw: Draw | None = None
+    resolved: Resolved, out: Path, *, quiet: bool = False, draw: Draw | None = None, on: str | None = None
 ) -> dict[str, Any] | None:
     """Run `select` as one of the processes that a launcher started; the manifest on rank 0, None on the others.
-    Collective.
+    Collective. on: as in `select`, whose stages rank 0 runs.
 
     Raises what `select` raises, and UserError for a method that is not distributed, ranks with different recipes, or
     more ranks than blocks of rows.
@@ -62,7 +62,7 @@ def select_on_ranks(
     consistency.check_ranks_agree(world, consistency.collect_job_facts(recipe))
     manifest = None
     if world.rank == 0:
-        manifest = select(resolved, out, quiet=quiet, draw=draw, fit=_RankSolver(world).fit)
+        manifest = select(resolved, out, quiet=quiet, draw=draw, fit=_RankSolver(world).fit, on=on)
     else:
         _RankSolver(world).serve()
     spawn.destroy_process_group(world)

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ from flatshift.experiments.select.pool import (
 )
 from flatshift.experiments.select.relevance import apply_relevance, check_relevance
 from flatshift.experiments.select.selection_checks import can_check, non_fatal, profile_selection, run_selection_checks
+from flatshift.experiments.select.stages import Stages
 from flatshift.experiments.select.target import check_target, read_target, target_record
 from flatshift.finetune.atomic import write_json
 from flatshift.finetune.data.files import describe_files
@@ -66,6 +68,7 @@ from flatshift.finetune.run_directory import disk_full_interrupts, write_provena
 from flatshift.finetune.seeds import derive_seed
 from flatshift.selection import Pool, TokenRows, build_selector
 from flatshift.selection.config import Auto, GotD, required_inputs
+from flatshift.selection.features.tokens import tokenise_shard
 from flatshift.selection.hygiene.duplicates import normalise_text
 from flatshift.selection.methods.base import Progress, Selector
 from flatshift.selection.methods.domains import DomainsSelector
@@ -81,7 +84,13 @@ Fit = Callable[[Selector, Pool, Pool, Progress], Any]
 
 
 def select(
-    resolved: Resolved, out: Path, *, quiet: bool = False, draw: Draw | None = None, fit: Fit | None = None
+    resolved: Resolved,
+    out: Path,
+    *,
+    quiet: bool = False,
+    draw: Draw | None = None,
+    fit: Fit | None = None,
+    on: str | None = None,
 ) -> dict[str, Any]:
     """Run a recipe's `select` block into the new directory `out` (atomically) and return its manifest.
 
@@ -90,7 +99,8 @@ def select(
     scores are not computed again.
 
     draw: draws the report page inside the directory. fit: fits the selector in place of its own `fit`
-    (`flatshift.experiments.select.ranks`).
+    (`flatshift.experiments.select.ranks`). on: executor that runs the stages over shards of the pool
+    (`flatshift.experiments.select.stages`).
 
     Raises UserError for an `out` that holds anything else or is in use, missing settings, bad rows, or a budget above
     the pool.
@@ -117,7 +127,9 @@ def select(
         console.log = append_to_log
         if work.continued:
             console.say(f"continuing the unfinished selection in {out}")
-        manifest = select_into(recipe, directory, console, state=work.state, fit=fit)
+        workers = contextlib.nullcontext() if on is None else Stages(on, recipe.select, work.state / "shards", console)
+        with workers as stages:
+            manifest = select_into(recipe, directory, console, state=work.state, fit=fit, stages=stages)
         page = draw(directory).name if draw is not None else None
     console.log = None  # the log has moved with its directory
     if page is not None:
@@ -126,11 +138,17 @@ def select(
 
 
 def select_into(
-    recipe: Recipe, directory: Path, console: Console, state: Path | None = None, fit: Fit | None = None
+    recipe: Recipe,
+    directory: Path,
+    console: Console,
+    state: Path | None = None,
+    fit: Fit | None = None,
+    stages: Stages | None = None,
 ) -> dict[str, Any]:
     """Score the pool, choose, and write scores.parquet, selected.jsonl and manifest.json into `directory`.
 
     state: directory from which a long transport solve resumes after a kill; None: not kept. fit: as in `select`.
+    stages: run the passes over the pool by shards; None: this process does.
     """
     spec = select_settings(recipe)
     started = time.monotonic()
@@ -140,17 +158,13 @@ def select_into(
     check_vectors(spec)
     if (idle := unused_setting(spec)) is not None:
         console.say(f"note: select.{idle} has no effect: {spec.method.kind} looks at no vectors")
-    sides = _read_sides(recipe, directory, console)
-    vectors = Vectors(recipe, sides.pool, sides.target, sides.negative, directory, console, state)
+    sides = _read_sides(recipe, directory, console, stages)
+    vectors = Vectors(recipe, sides.pool, sides.target, sides.negative, directory, console, state, stages=stages)
     _embed_sides(recipe, sides, vectors, console)
     if "tokens" in required_inputs(spec.method):
-        tokenize, size = backbone_tokenizer(recipe)
-        texts = sides.pool.rows.texts
-        with console.task("tokenise pool", len(texts), "texts") as task:
-            pool = TokenRows.spilled(texts, tokenize, size, directory / ".pool.tokens", task)
-        sides.tokens = pool, TokenRows.of(tokenize([row.values["text"] for row in sides.target.rows]), size)
+        sides.tokens = _tokenise_sides(recipe, sides, directory, console, stages)
     embedded, peak = time.monotonic(), {"features": _peak_bytes()}
-    selector = _fit_selector(recipe, sides, vectors, console, state, fit)
+    selector = _fit_selector(recipe, sides, vectors, console, state, fit, stages)
     chosen = np.asarray(selector.select(spec.budget))
     if getattr(spec.method, "repeats", 1) == 1:
         chosen, replaced, remaining = _replace_copies(selector, sides, chosen)
@@ -215,7 +229,7 @@ def select_into(
     return manifest
 
 
-def _read_sides(recipe: Recipe, directory: Path, console: Console) -> PoolAndTarget:
+def _read_sides(recipe: Recipe, directory: Path, console: Console, stages: Stages | None) -> PoolAndTarget:
     """Read pool, target and negative examples, without rows dropped by hygiene or blank ones, the pool cut to
     length."""
     spec = select_settings(recipe)
@@ -229,12 +243,13 @@ def _read_sides(recipe: Recipe, directory: Path, console: Console) -> PoolAndTar
     if without:
         target = drop_blank_texts(target, target_files, "target")
         negative = None if negative is None else drop_blank_texts(negative, spec.negative.files, "negative")
-    pool = read_pool(spec, seed, directory, console)
-    remaining, hygiene = clean_rows(recipe, pool.rows, target.rows, held_out, directory, console)
+    pool = read_pool(spec, seed, directory, console, stages)
+    shards = None if stages is None else stages.over(pool.rows)
+    remaining, hygiene = clean_rows(recipe, pool.rows, target.rows, held_out, directory, console, shards)
     pool = replace(pool, rows=cut_pool(recipe, remaining, console))
     pieces = len(pool.rows)
     if without:
-        pool = drop_blank_texts(pool, spec.pool.files, "pool")
+        pool = drop_blank_texts(pool, spec.pool.files, "pool", None if stages is None else stages.over(pool.rows))
     sides = PoolAndTarget(pool, target, negative, target_files, len(remaining), pieces, target_entry, hygiene)
     for name, records in sides.by_name.items():
         if records is not None and records.skipped:
@@ -269,8 +284,29 @@ def _embed_sides(recipe: Recipe, sides: PoolAndTarget, vectors: Vectors, console
     sides.domains = record_domains(sides.pool, spec), record_domains(sides.target, spec)
 
 
+def _tokenise_sides(
+    recipe: Recipe, sides: PoolAndTarget, directory: Path, console: Console, stages: Stages | None
+) -> tuple[TokenRows, TokenRows]:
+    """Return the tokens of pool and target."""
+    tokenize, size = backbone_tokenizer(recipe)
+    target = TokenRows.of(tokenize([row.values["text"] for row in sides.target.rows]), size)
+    rows, path = sides.pool.rows, directory / ".pool.tokens"
+    if stages is not None:
+        parts = stages.over(rows)("tokens", partial(tokenise_shard, tokenizer=partial(backbone_tokenizer, recipe)))
+        pool = TokenRows.joined((TokenRows(part["flat"], part["ends"], size) for part in parts), size, path, parts)
+        return pool, target
+    with console.task("tokenise pool", len(rows), "texts") as task:
+        return TokenRows.spilled(rows.texts, tokenize, size, path, task), target
+
+
 def _fit_selector(
-    recipe: Recipe, sides: PoolAndTarget, vectors: Vectors, console: Console, state: Path | None, fit: Fit | None
+    recipe: Recipe,
+    sides: PoolAndTarget,
+    vectors: Vectors,
+    console: Console,
+    state: Path | None,
+    fit: Fit | None,
+    stages: Stages | None,
 ) -> Selector:
     spec = select_settings(recipe)
     rows = sides.pool.rows
@@ -281,6 +317,7 @@ def _fit_selector(
         domains=sides.domains[0],
         weights=sides.weights,
         tokens=sides.tokens[0],
+        shards=None if stages is None else stages.over(rows),
     )
     target = Pool(
         ids=[row.id for row in sides.target.rows],

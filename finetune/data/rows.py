@@ -121,6 +121,7 @@ def read_rows(
     label: Callable[[Any], Any] = canonical_label,
     used: Sequence[str] = (),
     named: Mapping[str, str] | None = None,
+    only: int | None = None,
 ) -> Iterator[Row]:
     """Yield the rows of `files`, in the given order.
 
@@ -137,6 +138,8 @@ def read_rows(
     label: converts a record's label to a row's (`BaseTask.read_label`), or raises ValueError.
     used: optional columns; if `columns` gives one of them a name other than the default, at least one row must have it.
     named: other columns that at least one row must have, each with the setting in which the user named it.
+    only: read the file of this number alone, under the ids that its rows have among all files; `index` then counts
+        within it, and ids and columns are compared within it.
 
     Raises UserError: a bad row (unless skipped), a file that cannot be read, a repeated id, fewer rows than `first`, a
     column of `used` or `named` that no row has (after the last row).
@@ -150,6 +153,8 @@ def read_rows(
     columns_seen: dict[str, None] = {}
     index, count = -1, 0
     for file_index, path in enumerate(paths):
+        if only not in (None, file_index):
+            continue
         if count == first:
             break
         skips = bad_rows == "skip" and len(paths) > 1
@@ -514,8 +519,13 @@ def _check_duplicate_id(name: str, location: str, paths: Sequence[DataFile], map
             except ValueError:
                 continue
             if (own or f"{file_index}-{record.line}") == name:
-                hint = "; a record without an id is named by its file and line" if _AUTOMATIC.fullmatch(name) else ""
-                raise UserError(f"{location}: id {name!r} was already given at {first}; ids must be unique{hint}")
+                raise UserError(repeated_id_message(name, location, first))
+
+
+def repeated_id_message(name: str, location: str, first: str) -> str:
+    """Return the message for an id at `location` that the record at `first` has."""
+    hint = "; a record without an id is named by its file and line" if _AUTOMATIC.fullmatch(name) else ""
+    return f"{location}: id {name!r} was already given at {first}; ids must be unique{hint}"
 
 
 def require_rows(rows: Iterable[Row], *, files: Sequence[str], purpose: str, skipped: Sequence[str] = ()) -> list[Row]:

@@ -17,7 +17,7 @@ import json
 import mmap
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -48,8 +48,8 @@ def spill_rows(rows: Iterable[Row], path: Path, *, columns: Columns, domain_colu
     `rows` raises.
     """
     try:
-        _write_rows(rows, path, columns, domain_column)
-        return RowView(_RowStore(path, columns))
+        write_rows(rows, path, columns=columns, domain_column=domain_column)
+        return RowView(RowStore([path], columns))
     except OSError as error:
         if is_disk_full(error):
             raise
@@ -59,7 +59,8 @@ def spill_rows(rows: Iterable[Row], path: Path, *, columns: Columns, domain_colu
             path.unlink()
 
 
-def _write_rows(rows: Iterable[Row], path: Path, columns: Columns, domain_column: str) -> None:
+def write_rows(rows: Iterable[Row], path: Path, *, columns: Columns, domain_column: str = "domain") -> None:
+    """Write `rows` to `path` for a `RowStore`. Raises UserError if a domain is not text, and whatever `rows` raises."""
     import pyarrow as pa
 
     names = ("id", "text", "domain", "where", "index", "rest")
@@ -93,16 +94,29 @@ def _batch_rows(rows: Iterable[Row], columns: Columns, domain_column: str) -> It
         yield [list(column) for column in zip(*batch, strict=True)]
 
 
-class _RowStore:
-    def __init__(self, path: Path, columns: Columns):
+class RowStore:
+    """Rows of files that `write_rows` wrote, one file after another, memory-mapped.
+
+    firsts: position of each file's first record among all records; None: 0 for a single file.
+    """
+
+    def __init__(self, files: Sequence[Path], columns: Columns, firsts: Sequence[int] | None = None):
         import pyarrow as pa
 
         self.columns = columns
-        with path.open("rb") as handle:
-            self._map = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+        self._maps: list[mmap.mmap] = []
+        self._batches: list[tuple[Any, int]] = []
+        self._firsts: list[int] = []
         self._read = 0
-        self._reader = pa.ipc.open_file(pa.py_buffer(self._map))
-        lengths = [self._reader.get_batch(i).num_rows for i in range(self._reader.num_record_batches)]
+        lengths: list[int] = []
+        for path, first in zip(files, firsts or [0], strict=True):
+            with path.open("rb") as handle:
+                self._maps.append(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ))
+            reader = pa.ipc.open_file(pa.py_buffer(self._maps[-1]))
+            numbers = range(reader.num_record_batches)
+            self._batches += [(reader, number) for number in numbers]
+            self._firsts += [first] * len(numbers)
+            lengths += [reader.get_batch(number).num_rows for number in numbers]
         self._starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
 
     def __len__(self) -> int:
@@ -125,7 +139,7 @@ class _RowStore:
             if low == high:
                 continue
             number = int(batch_of[low])
-            values = self._reader.get_batch(number).column(column)
+            values = self._column(number, column)
             local = rows[low:high] - self._starts[number]
             if local[-1] - local[0] == len(local) - 1 and (len(local) == 1 or (np.diff(local) == 1).all()):
                 values = values.slice(int(local[0]), len(local))
@@ -134,14 +148,23 @@ class _RowStore:
             out.extend(values.to_pylist())
             self._read += values.nbytes
             if self._read > _RESIDENT and hasattr(mmap, "MADV_DONTNEED"):
-                self._map.madvise(mmap.MADV_DONTNEED)
+                for mapped in self._maps:
+                    mapped.madvise(mmap.MADV_DONTNEED)
                 self._read = 0
         return out
 
     def indices(self) -> np.ndarray:
         """Return the whole column `index`, (N,) int64."""
-        batches = (self._reader.get_batch(i) for i in range(self._reader.num_record_batches))
-        return np.concatenate([np.empty(0, np.int64), *(batch.column("index").to_numpy() for batch in batches)])
+        parts = (self._column(number, "index").to_numpy() for number in range(len(self._batches)))
+        return np.concatenate([np.empty(0, np.int64), *parts])
+
+    def _column(self, number: int, name: str) -> Any:
+        """Return a column of a batch as an Arrow array; `index` counts from the first record of all files."""
+        import pyarrow.compute as pc
+
+        reader, of_file = self._batches[number]
+        values = reader.get_batch(of_file).column(name)
+        return pc.add(values, self._firsts[number]) if name == "index" and self._firsts[number] else values
 
 
 class _StoredSequence(Sequence[_Item]):
@@ -172,7 +195,7 @@ class RowView(_StoredSequence[Row]):
 
     def __init__(
         self,
-        store: _RowStore,
+        store: RowStore,
         base: np.ndarray | None = None,
         spans: np.ndarray | None = None,
         numbers: tuple[np.ndarray, ...] = (),
@@ -195,6 +218,20 @@ class RowView(_StoredSequence[Row]):
     def ids(self) -> Sequence[str]:
         """Ids of the rows: `<id>#<k>` for piece k of a row that was cut."""
         return _ViewColumn(self, self._ids)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the arrays that make this view of its store, for `of`."""
+        spans = {} if self._spans is None else {"spans": self._spans}
+        return {"base": self._base, **spans, **{f"cut{k}": level for k, level in enumerate(self._numbers)}}
+
+    @classmethod
+    def of(cls, store: RowStore, arrays: Mapping[str, np.ndarray], low: int, high: int) -> RowView:
+        """Return rows [low, high) of the view of `store` that has these `arrays`."""
+        base, spans, *numbers = (
+            None if (array := arrays.get(name)) is None else np.asarray(array[low:high])
+            for name in ("base", "spans", *sorted(name for name in arrays if name.startswith("cut")))
+        )
+        return cls(store, base, spans, tuple(level for level in numbers if level is not None))
 
     def domains(self) -> list[str | None] | None:
         """Return each row's domain, sharing equal strings; None if no row has one."""

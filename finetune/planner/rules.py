@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatshift.regularizers.config import GGPO, SAM, BiLora, NEFTune, Plain, RegularizerConfig
 
-from ..config import Adapter, Mesh, Optimizer, Train
+from ..config import FACTOR_OPTIMIZERS, Adapter, Mesh, Optimizer, Train
 from ..errors import UserError
 from ..tasks import list_unsupported_axes
 
@@ -171,7 +171,19 @@ _ROWS: tuple[_Row, ...] = (
      lambda s: s.adapter.init == "loftq" and s.train.quantization not in ("nf4", "nf4-double")),
     ("optimizer.kind: adamw-8bit, paged-adamw, paged-adamw-8bit or gauss-newton", REQUIRES, "one rank",
      "whole tensors are needed in one place", "set optimizer.kind: adamw",
-     lambda s: s.optimizer.kind != "adamw" and s.mesh.size > 1),
+     lambda s: s.optimizer.kind not in ("adamw", *FACTOR_OPTIMIZERS) and s.mesh.size > 1),
+    ("optimizer.kind: riemannian or lora-muon", INCOMPATIBLE, "mesh.tp > 1",
+     "a step of one factor needs all of the other, and tp divides them", "use mesh.dp, mesh.replicate or mesh.pp",
+     lambda s: s.optimizer.kind in FACTOR_OPTIMIZERS and s.mesh.tp > 1),
+    ("optimizer.kind: riemannian or lora-muon", INCOMPATIBLE, "mesh.offload",
+     "the step gathers factors on the device", "leave it off, or set optimizer.kind: adamw",
+     lambda s: s.optimizer.kind in FACTOR_OPTIMIZERS and s.mesh.offload),
+    ("optimizer.kind: riemannian or lora-muon", INCOMPATIBLE, "adapter.experts",
+     "one tensor holds the factors of many experts", "set optimizer.kind: adamw",
+     lambda s: s.optimizer.kind in FACTOR_OPTIMIZERS and s.adapter.experts is not None),
+    ("optimizer.kind: riemannian or lora-muon", INCOMPATIBLE, "adapter.soft_tokens", "there are no factors",
+     "set optimizer.kind: adamw",
+     lambda s: s.optimizer.kind in FACTOR_OPTIMIZERS and s.adapter.soft_tokens is not None),
     ("train.quantization", INCOMPATIBLE, "mesh.offload", "the scales of packed weights stay on the device",
      "leave it off", lambda s: s.train.quantization is not None and s.mesh.offload),
     ("mesh.offload", REQUIRES, "regularizer.kind: plain",

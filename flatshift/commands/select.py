@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from tyro.conf import Positional
 
 from flatshift import outcome
 from flatshift.api import draw_report
-from flatshift.command_line import parse_command, recipe_arguments
+from flatshift.command_line import parse_command, print_json, recipe_arguments
 from flatshift.experiments.recipe import Resolved, from_override, load_recipe, refuse_contradictions
 from flatshift.experiments.recipe.rules import SPLIT_RULES, check_rules
 from flatshift.experiments.run.console import force_exit_on_signal, pause_heartbeat
@@ -60,6 +59,9 @@ class Flags:
     processes: int | None = None
     """Number of processes on this machine among which the passes over the pool are divided, one thread each (gotd);
     under torchrun, its processes are used. The selection does not depend on the number."""
+    on: str | None = None
+    """Run the passes over the pool by shards, on local[:WORKERS], slurm[:PARTITION] or ray[:ADDRESS] (classifier, dsir,
+    gotd, knn, moore-lewis). The selection is the same."""
     seed: int | None = None
     """Seed of every random draw."""
     text_column: str | None = None
@@ -126,7 +128,7 @@ def run(argv: list[str]) -> int:
     with force_exit_on_signal():
         from flatshift.experiments.select.select import select
 
-        manifest = select(resolved, flags.out, quiet=flags.json, draw=draw_report)
+        manifest = select(resolved, flags.out, quiet=flags.json, draw=draw_report, on=flags.on)
     _print_result(manifest, flags, words)
     return 0
 
@@ -142,7 +144,7 @@ def _select_on_ranks(flags: Flags, resolved: Resolved, words: Sequence[str]) -> 
     from flatshift.experiments.select.ranks import select_on_ranks
 
     assert flags.out is not None
-    manifest = select_on_ranks(resolved, flags.out, quiet=flags.json, draw=draw_report)
+    manifest = select_on_ranks(resolved, flags.out, quiet=flags.json, draw=draw_report, on=flags.on)
     if manifest is not None:
         _print_result(manifest, flags, words)
     return 0
@@ -151,6 +153,6 @@ def _select_on_ranks(flags: Flags, resolved: Resolved, words: Sequence[str]) -> 
 def _print_result(manifest: dict[str, Any], flags: Flags, words: Sequence[str]) -> None:
     assert flags.out is not None
     if flags.json:
-        print(json.dumps(manifest, indent=2, ensure_ascii=False))
+        print_json(manifest)
     else:
         outcome.print_selection_outcome(flags.out, flags.recipe, words)

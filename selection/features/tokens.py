@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, overload
 
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.lazy import np
+from flatshift.selection.shards import Arrays, Shard
 from flatshift.selection.validation import Settings, bounded
 
 CHUNK = 8192  # texts whose tokens are processed together
@@ -31,10 +32,19 @@ class TokenRows(Sequence[Any]):
     """Tokens of N texts: row i is an integer array. 8 bytes a row in memory, in addition to `flat`.
 
     flat (T,): all tokens, an array, or one over the file `mapped`, of which at most 64 MiB stay in memory while `parts`
-    reads it. ends (N,) int64: end of each text in `flat`. size: vocabulary size, above all tokens.
+    reads it. ends (N,) int64: end of each text in `flat`. size: vocabulary size, above all tokens. shards: the same as
+    arrays `flat` and `ends` of each shard, if a map wrote them.
     """
 
-    def __init__(self, flat: Any, ends: Any, size: int, mapped: mmap.mmap | None = None):
+    def __init__(
+        self,
+        flat: Any,
+        ends: Any,
+        size: int,
+        mapped: mmap.mmap | None = None,
+        shards: Sequence[Arrays] | None = None,
+    ):
+        self.shards = shards
         self.flat, self.ends, self.size = flat, np.asarray(ends, dtype=np.int64), int(size)
         self._mapped = mapped
 
@@ -57,16 +67,27 @@ class TokenRows(Sequence[Any]):
         progress: Callable[[int], None] | None = None,
     ) -> TokenRows:
         """Build on disk from texts read a chunk at a time: the file at `path` goes with the rows or the process."""
+
+        def tokens() -> Iterator[TokenRows]:
+            for low in range(0, len(texts), CHUNK):
+                yield cls.of(tokenize(list(texts[low : low + CHUNK])), size)
+                if progress:
+                    progress(min(low + CHUNK, len(texts)))
+
+        return cls.joined(tokens(), size, path)
+
+    @classmethod
+    def joined(
+        cls, parts: Iterable[TokenRows], size: int, path: Path, shards: Sequence[Arrays] | None = None
+    ) -> TokenRows:
+        """Build on disk from parts, as `spilled`. shards: their arrays `flat` and `ends`, for maps over them."""
         dtype, ends, total = _token_dtype(size), [np.empty(0, np.int64)], 0
         try:
             with path.open("wb") as sink:
-                for low in range(0, len(texts), CHUNK):
-                    chunk = cls.of(tokenize(list(texts[low : low + CHUNK])), size)
-                    sink.write(chunk.flat.tobytes())
-                    ends.append(chunk.ends + total)
-                    total += len(chunk.flat)
-                    if progress:
-                        progress(min(low + CHUNK, len(texts)))
+                for part in parts:
+                    sink.write(part.flat.data)
+                    ends.append(part.ends + total)
+                    total += len(part.flat)
             mapped = None
             if total:
                 with path.open("rb") as source:
@@ -75,7 +96,7 @@ class TokenRows(Sequence[Any]):
             with contextlib.suppress(OSError):
                 path.unlink()
         flat = np.empty(0, dtype) if mapped is None else np.frombuffer(mapped, dtype)
-        return cls(flat, np.concatenate(ends), size, mapped)
+        return cls(flat, np.concatenate(ends), size, mapped, shards)
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -115,6 +136,18 @@ class TokenRows(Sequence[Any]):
     def take(self, rows: Any) -> TokenRows:
         """Return the rows with these numbers, in memory."""
         return TokenRows.of([self[int(row)] for row in rows], self.size)
+
+
+def tokenise_shard(shard: Shard, tokenizer: Callable[[], tuple[Tokenize, int]]) -> Arrays:
+    """Return the tokens of a shard's texts, `flat` and `ends`. tokenizer: returns the function and vocabulary size."""
+    tokenize, size = tokenizer()
+    flat, ends, total = [np.empty(0, _token_dtype(size))], [np.empty(0, np.int64)], 0
+    for low in range(0, len(shard.texts), CHUNK):
+        chunk = TokenRows.of(tokenize(list(shard.texts[low : low + CHUNK])), size)
+        flat.append(chunk.flat)
+        ends.append(chunk.ends + total)
+        total += len(chunk.flat)
+    return {"flat": np.concatenate(flat), "ends": np.concatenate(ends)}
 
 
 def _token_dtype(size: int) -> np.dtype[Any]:
@@ -195,6 +228,19 @@ class TokenNgramEmbedder:
     def transform_target(self, texts: Sequence[str]) -> np.ndarray:
         """Return (m, rank + 2) for texts of the target."""
         return self._embed(texts, -1)
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Return the fitted state as arrays, for `restore`."""
+        arrays = {"known": self._known, "idf": self._idf, "columns": self._columns, "basis": self._basis}
+        return arrays | {"unknown": np.array([self._unknown])}
+
+    def restore(self, state: Arrays) -> Self:
+        """Load a `state` of an embedder with the same tokenizer."""
+        self._known, self._idf, self._columns, self._basis, unknown = (
+            np.asarray(state[name]) for name in ("known", "idf", "columns", "basis", "unknown")
+        )
+        self._unknown = float(unknown[0])
+        return self
 
     @property
     def fingerprint(self) -> str:

@@ -79,12 +79,22 @@ class Decontaminator:
                 self._hits.append(base + number)
         self._seen += len(texts)
 
+    @property
+    def matches(self) -> tuple[np.ndarray, np.ndarray]:
+        """The rows that share an n-gram, and the numbers of these n-grams."""
+        return self._rows.array(), self._hits.array()
+
+    def add_matches(self, rows: np.ndarray, hits: np.ndarray) -> None:
+        """Add the `matches` of another finder of the same texts, with the pool's row numbers."""
+        self._rows.append(rows)
+        self._hits.append(hits)
+
     def contaminated(self, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (rows, owner): the contaminated rows, ascending, and the evaluation text that each shares words with.
 
         alive: (N,) bool, the rows not dropped yet; only they count for identifying ordinary phrases.
         """
-        every_row, every_hit = self._rows.array(), self._hits.array()
+        every_row, every_hit = self.matches
         if self.settings.common is not None:
             occurs = np.zeros(self.ngrams, dtype=np.int64)
             for low, high in block_ranges(len(every_row)):

@@ -55,14 +55,23 @@ class ExactDuplicates:
         raw = b"".join(
             hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest() for text in normalised
         )
-        self._digests.append(np.frombuffer(raw, dtype="<u8"))
+        self.add_digests(np.frombuffer(raw, dtype="<u8"))
+
+    def add_digests(self, digests: np.ndarray) -> None:
+        """Add the next rows by their `digests`."""
+        self._digests.append(digests)
+
+    @property
+    def digests(self) -> np.ndarray:
+        """Two numbers for each row so far."""
+        return self._digests.array()
 
     def first(self, alive: np.ndarray) -> np.ndarray:
         """Return (N,) int64: for each row the first alive row with its text, or itself.
 
         alive: (N,) bool; the other rows match nothing.
         """
-        digests = self._digests.array().reshape(-1, 2)
+        digests = self.digests.reshape(-1, 2)
         living = ((digests[rows, 0], rows) for rows in rows_in_blocks(alive))
         return first_matches(len(digests), living, lambda rows: digests[rows, 1], self.memory)
 
@@ -175,14 +184,27 @@ class NearDuplicateGroups:
     def sign(self, normalised: Sequence[str]) -> None:
         """First pass: add the next rows."""
         hashes, counts = self._shingler(normalised)
-        keys = band_keys(self._hasher.signatures(hashes, counts), self.bands, self.rows)
+        self.add_keys(band_keys(self._hasher.signatures(hashes, counts), self.bands, self.rows), counts > 0)
+
+    def add_keys(self, keys: np.ndarray, filled: np.ndarray) -> None:
+        """Add the next rows by their `keys`, and a mask of those with a shingle."""
         for store, values in zip(self._keys, keys, strict=True):
             store.append(values)
-        self._filled.append(counts > 0)
+        self._filled.append(filled)
+
+    @property
+    def keys(self) -> np.ndarray:
+        """Keys of the rows signed so far, (bands, n) uint64."""
+        return np.stack([store.array() for store in self._keys])
+
+    @property
+    def filled(self) -> np.ndarray:
+        """Mask of the rows signed so far that have a shingle."""
+        return self._filled.array()
 
     def propose(self, alive: np.ndarray) -> None:
         """Find the rows that share a band with another one. alive: (N,) bool, the rows that take part."""
-        filled = self._filled.array()
+        filled = self.filled
         taking_part = build_array(len(alive), np.bool_, lambda low, high: alive[low:high] & filled[low:high])
         proposed = build_array(len(alive), np.bool_, lambda low, high: False)
         for store in self._keys:
@@ -190,11 +212,22 @@ class NearDuplicateGroups:
             crowds = DuplicateClusters(((keys[rows], rows) for rows in rows_in_blocks(taking_part)), self.memory)
             for low, high in block_ranges(len(crowds.rows)):
                 proposed[crowds.rows[low:high]] = True
+        self.choose(proposed)
+        self.diagnostics["proposed"] = len(self._proposed)
+
+    def choose(self, proposed: np.ndarray) -> None:
+        """Set the rows whose sets are to be collected. proposed: (N,) bool."""
         proposed_rows = GrowingArray(np.int64)
         for rows in rows_in_blocks(proposed):
             proposed_rows.append(rows)
-        self._total, self._proposed = len(alive), proposed_rows.array()
-        self.diagnostics["proposed"] = len(self._proposed)
+        self._total, self._proposed = len(proposed), proposed_rows.array()
+
+    def proposed(self, first: int, count: int) -> np.ndarray:
+        """Return (count,) bool: the proposed among the rows from `first` on."""
+        rows = self._proposed[np.searchsorted(self._proposed, first) :] - first
+        mask = np.zeros(count, dtype=bool)
+        mask[rows] = True
+        return mask
 
     def collect(self, normalised: Sequence[str]) -> None:
         """Second pass: add the same rows again."""
@@ -203,6 +236,15 @@ class NearDuplicateGroups:
         rows = self._proposed[span[0] : span[1]]
         if len(rows):
             self._sets.append(*self._shingler([normalised[row - low] for row in rows]))
+
+    @property
+    def sets(self) -> tuple[np.ndarray, np.ndarray]:
+        """The shingles of the sets collected so far, row after row, and the number of each row's."""
+        return self._sets.arrays()
+
+    def add_sets(self, values: np.ndarray, sizes: np.ndarray) -> None:
+        """Add the `sets` of the next proposed rows."""
+        self._sets.extend(values, sizes)
 
     def resolve(self) -> tuple[np.ndarray, np.ndarray]:
         """Return (first, similarity), each (N,): the first row of each row's group (possibly itself), and the exact
@@ -256,8 +298,16 @@ class _ShingleSets:
         """Add the sets of the next rows: hashes (uint64), row after row, and the number of each row's (at least 1)."""
         hashes = hashes >> np.uint64(1)  # 63 bits, so that a shingle may be a column index of a sparse matrix
         sets = [_sort_distinct(group) for group in np.split(hashes, np.cumsum(counts)[:-1])]
-        self._borders.append(self._values.length + np.cumsum([len(group) for group in sets]))
-        self._values.append(np.concatenate(sets))
+        self.extend(np.concatenate(sets), np.array([len(group) for group in sets]))
+
+    def extend(self, values: np.ndarray, sizes: np.ndarray) -> None:
+        """Add the next rows by their sets, of these sizes."""
+        self._borders.append(self._values.length + np.cumsum(sizes))
+        self._values.append(values)
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return all values, and the size of each set."""
+        return self._values.array(), np.diff(self._borders.array())
 
     def equal(self, memory: int) -> np.ndarray:
         """Return (C,) int64: the first set equal to each set, by size and the sum of its mixed hashes.

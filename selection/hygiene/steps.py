@@ -12,7 +12,8 @@ result (a list, a view of a file), not a generator.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -24,6 +25,7 @@ from flatshift.selection.hygiene.duplicates import ExactDuplicates, NearDuplicat
 from flatshift.selection.hygiene.filters import apply_filters
 from flatshift.selection.hygiene.hygiene_config import WORKING_GIB, Hygiene
 from flatshift.selection.hygiene.store import GrowingArray, block_ranges, bounded_batches, build_array
+from flatshift.selection.shards import Arrays, Shard, ShardMap
 
 Progress = Callable[[str, int], None]
 """Called as (stage, rows so far)."""
@@ -205,6 +207,7 @@ def clean_pool(
     listed: DropList | None = None,
     batch_characters: int = CHARACTERS,
     progress: Progress | None = None,
+    shards: ShardMap | None = None,
 ) -> CleaningResult:
     """Decide for every row of a pool whether it stays.
 
@@ -212,6 +215,7 @@ def clean_pool(
     `settings.against` count as earlier rows for exact and near-duplicates; those called "eval" are searched for by
     decontamination. seed: of the hash functions of MinHash. listed: the entries of `settings.drops`, found among the
     pool's ids; these records are dropped before any step. batch_characters: at a time, without effect on the result.
+    shards: maps the two passes over the texts; what compares them with one another stays in this process.
 
     Raises SelectionError if `texts` can be read only once or changes, decontamination has no evaluation texts, or
     `drops` are named and not passed in.
@@ -222,7 +226,7 @@ def clean_pool(
         raise SelectionError(
             "hygiene reads the texts more than once; pass a list or a view of the file, not a generator"
         )
-    return _CleaningRun(texts, settings, references, seed, listed, batch_characters, progress).run()
+    return _CleaningRun(texts, settings, references, seed, listed, batch_characters, progress, shards).run()
 
 
 @dataclass
@@ -234,8 +238,9 @@ class _CleaningRun:
     references: Sequence[ReferenceTexts]
     seed: int
     listed: DropList | None
-    batch_characters: int
-    progress: Progress | None
+    batch_characters: int = CHARACTERS
+    progress: Progress | None = None
+    shards: ShardMap | None = None
 
     def __post_init__(self) -> None:
         settings, references = self.settings, self.references
@@ -278,7 +283,8 @@ class _CleaningRun:
     def _first_pass(self) -> None:
         """Apply filters, and compute digests of whole texts and band keys."""
         rules, values = GrowingArray(np.uint8), GrowingArray(np.float64)
-        for batch in self._batches(chain(self.earlier, self.texts), "filters and signatures", whole=True):
+        texts: Iterable[str] = self.earlier if self.shards is not None else chain(self.earlier, self.texts)
+        for batch in self._batches(texts, "filters and signatures", whole=True):
             numbers = np.zeros(len(batch), np.uint8)
             batch_values = np.full(len(batch), np.nan)
             for cause, (rule, broken, value) in apply_filters(batch, self.settings):
@@ -292,15 +298,35 @@ class _CleaningRun:
                 self.exact.add(normalised)
             if self.near is not None:
                 self.near.sign(normalised)
+        if self.shards is not None:
+            self._add_signatures(self.shards, rules, values)
         skip = len(self.earlier)
         self.rule, self.value = rules.array()[skip:], values.array()[skip:]
         self.match = build_array(len(self.rule), np.int64, lambda low, high: -1)
+
+    def _add_signatures(self, shards: ShardMap, rules: GrowingArray, values: GrowingArray) -> None:
+        """Do the first pass over the pool by shards."""
+        alone = replace(self.settings, decontaminate=None, drops=())
+        listed = self.listed is not None
+        for cause, (rule, _, _) in apply_filters([], self.settings):
+            self._number(cause, rule)
+        for part in shards("filters and signatures", partial(_sign_shard, settings=alone, seed=self.seed)):
+            rule_numbers = np.asarray(part["rules"])
+            rules.append(rule_numbers + (listed * (rule_numbers > 0)).astype(np.uint8))
+            values.append(part["values"])
+            if self.exact is not None:
+                self.exact.add_digests(part["digests"])
+            if self.near is not None:
+                self.near.add_keys(part["keys"], part["filled"])
 
     def _second_pass(self) -> None:
         """Compute shingle sets of proposed rows, and n-grams shared with evaluation texts."""
         if self.near is not None:
             for batch in self._batches(self.earlier, "", whole=False):
                 self.near.collect([normalise_text(text) for text in batch])
+        if self.shards is not None:
+            self._add_pairs_and_ngrams(self.shards)
+            return
         rows = 0
         for batch in self._batches(self.texts, "pairs and n-grams", whole=False):
             rows += len(batch)
@@ -313,6 +339,17 @@ class _CleaningRun:
                 f"the pool had {len(self.rule)} texts when it was read first and {rows} the second time; "
                 "pass texts that stay the same"
             )
+
+    def _add_pairs_and_ngrams(self, shards: ShardMap) -> None:
+        """Do the second pass over the pool by shards."""
+        inputs = {} if self.near is None else {"proposed": self.near.proposed(len(self.earlier), len(self.rule))}
+        evaluation = [text for reference in self.references if reference.name == "eval" for text in reference.texts]
+        search = partial(_search_shard, settings=self.settings, evaluation=evaluation, seed=self.seed)
+        for part in shards("pairs and n-grams", search, inputs=inputs):
+            if self.near is not None:
+                self.near.add_sets(part["values"], part["sizes"])
+            if self.decontaminator is not None:
+                self.decontaminator.add_matches(part["rows"], part["hits"])
 
     def _drop_listed(self) -> None:
         if self.listed is None:
@@ -389,3 +426,38 @@ class _CleaningRun:
             done += len(batch)
             if self.progress is not None and stage:
                 self.progress(stage, max(done, 0))
+
+
+def _sign_shard(shard: Shard, *, settings: Hygiene, seed: int) -> Arrays:
+    """Return what the first pass computes of a shard's texts."""
+    run = _CleaningRun(shard.texts, settings, (), seed, None)
+    run._first_pass()
+    arrays = {"rules": run.rule, "values": run.value}
+    if run.exact is not None:
+        arrays["digests"] = run.exact.digests
+    if run.near is not None:
+        arrays |= {"keys": run.near.keys, "filled": run.near.filled}
+    return arrays
+
+
+def _search_shard(shard: Shard, *, settings: Hygiene, evaluation: Sequence[str], seed: int) -> Arrays:
+    """Return what the second pass computes of a shard's texts."""
+    arrays: dict[str, np.ndarray] = {}
+    decontaminator = None
+    if settings.decontaminate is not None:
+        decontaminator = Decontaminator(settings.decontaminate, evaluation)
+    near = None
+    if settings.near is not None:
+        near = NearDuplicateGroups(settings.near, seed=seed, memory=0)
+        near.choose(np.asarray(shard.inputs["proposed"][shard.low : shard.high]))
+    for batch in bounded_batches(shard.texts, CHARACTERS, 4096):
+        if near is not None:
+            near.collect([normalise_text(text) for text in batch])
+        if decontaminator is not None:
+            decontaminator.match(batch)
+    if near is not None:
+        arrays["values"], arrays["sizes"] = near.sets
+    if decontaminator is not None:
+        arrays["rows"], arrays["hits"] = decontaminator.matches
+        arrays["rows"] = arrays["rows"] + shard.low
+    return arrays

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.features.tokens import TokenRows
 from flatshift.selection.lazy import np
+from flatshift.selection.shards import ShardMap
 from flatshift.selection.validation import Settings, check_chunk, check_strings, feature_matrix, is_whole
 
 Progress = Callable[[str, int, int], None]
@@ -27,7 +28,8 @@ class Pool:
     ids: N strings (random draws are keyed by them, so they follow a sample when rows move). texts: N strings.
     features: (N, d) array or memory map, used as given. domains: N names or None. weights: (N,), the distribution over
     rows for optimal transport; uniform when None. losses: (N,), mean −log p per token under a model.
-    tokens: N rows of token ids (`selection.TokenRows`), of one tokenizer on both sides.
+    tokens: N rows of token ids (`selection.TokenRows`), of one tokenizer on both sides. shards: maps functions over the
+    rows in other processes; methods that are not divided ignore it.
     """
 
     ids: Sequence[str] | None = None
@@ -37,9 +39,10 @@ class Pool:
     weights: Any = None
     losses: Any = None
     tokens: Any = None
+    shards: ShardMap | None = None
 
     def __post_init__(self) -> None:
-        lengths = {name: len(value) for name, value in self.__dict__.items() if value is not None}
+        lengths = {name: len(value) for name, value in self._columns().items()}
         if not lengths:
             raise SelectionError("a pool or target needs at least one of ids, texts and features")
         if len(set(lengths.values())) > 1:
@@ -51,7 +54,11 @@ class Pool:
         check_strings(self.texts, "texts")
 
     def __len__(self) -> int:
-        return next(len(value) for value in self.__dict__.values() if value is not None)
+        return next(len(value) for value in self._columns().values())
+
+    def _columns(self) -> dict[str, Any]:
+        """Return the fields that hold a value for each row."""
+        return {name: value for name, value in vars(self).items() if value is not None and name != "shards"}
 
     def draw(self, seed: int, purpose: str) -> np.ndarray:
         """Return (N,) float64 in (0, 1): a draw for each row, keyed by (seed, purpose, id), not by its position.

@@ -6,12 +6,14 @@ DCLM uses fastText on words; here it is scikit-learn's logistic regression on ha
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from flatshift.selection.features.tokens import TokenRows, ngram_keys
 from flatshift.selection.hashing import mix64
 from flatshift.selection.lazy import np
 from flatshift.selection.methods.base import MethodSettings, Pool, Progress, Target, TokenSelector, move_behind
+from flatshift.selection.shards import Arrays, Shard
 from flatshift.selection.validation import bounded
 
 
@@ -55,20 +57,16 @@ class ClassifierSelector(TokenSelector, Classifier):
             positives = [positives[i] for i in np.sort(generator.choice(len(positives), self.fit_rows, replace=False))]
         halves = [sample[0::2], sample[1::2]] if len(sample) > 1 else [sample]
         weights = self._weights = np.stack([self._train(rows, half, positives) for half in halves])
-        scores = np.empty(len(rows))
         half_of = np.full(len(rows), -1)
         for number, half in enumerate(halves if len(halves) > 1 else []):
             half_of[half] = number
-        for low, flat, lengths in rows.parts():
-            odds = self._features(flat, lengths, rows.size) @ weights[:, :-1].T + weights[:, -1]
-            half_numbers = half_of[low : low + len(lengths)]
-            mean = odds.mean(1)
-            scores[low : low + len(lengths)] = -np.where(
-                half_numbers < 0,
-                mean,
-                odds[np.arange(len(odds)), 1 - half_numbers.clip(0)] if len(halves) > 1 else mean,
-            )
-            progress("classifying", low + len(lengths), len(rows))
+        if pool.shards is None:
+            scores = self._score(rows, half_of, progress)
+        else:
+            score = partial(_score_shard, buckets=self.buckets, size=rows.size)
+            inputs = {"weights": weights, "half_of": half_of}
+            parts = pool.shards("odds", score, inputs=inputs, earlier=rows.shards)
+            scores = np.concatenate([part["scores"] for part in parts])
         short = rows.lengths < self.minimum
         self.scores_ = move_behind(scores, short, scores)
         self.diagnostics_ = {
@@ -77,6 +75,23 @@ class ClassifierSelector(TokenSelector, Classifier):
             "likelier_target": int((scores < 0).sum()),
             "short": int(short.sum()),
         }
+
+    def _score(self, rows: TokenRows, half_of: np.ndarray, progress: Progress) -> np.ndarray:
+        """Return −log odds of each text by the classifiers not trained on it; half_of: the number of the one that was,
+        −1 for none."""
+        weights = self._weights
+        scores = np.empty(len(rows))
+        for low, flat, lengths in rows.parts():
+            odds = self._features(flat, lengths, rows.size) @ weights[:, :-1].T + weights[:, -1]
+            half_numbers = half_of[low : low + len(lengths)]
+            mean = odds.mean(1)
+            scores[low : low + len(lengths)] = -np.where(
+                half_numbers < 0,
+                mean,
+                odds[np.arange(len(odds)), 1 - half_numbers.clip(0)] if len(weights) > 1 else mean,
+            )
+            progress("classifying", low + len(lengths), len(rows))
+        return scores
 
     def _gains(self, flat: np.ndarray, lengths: np.ndarray, size: int) -> np.ndarray:
         keys, _ = ngram_keys(flat, lengths, size)
@@ -112,3 +127,11 @@ class ClassifierSelector(TokenSelector, Classifier):
         values = np.repeat(1.0 / np.sqrt(np.maximum(sizes, 1)), sizes)
         ends = np.concatenate([[0], np.cumsum(sizes)])
         return csr_matrix((values, columns, ends), shape=(len(lengths), self.buckets))
+
+
+def _score_shard(shard: Shard, *, buckets: int, size: int) -> Arrays:
+    scorer = ClassifierSelector(buckets=buckets)
+    scorer._weights = np.asarray(shard.inputs["weights"])
+    rows = TokenRows(shard.earlier["flat"], shard.earlier["ends"], size)
+    half_of = shard.inputs["half_of"][shard.low : shard.high]
+    return {"scores": scorer._score(rows, half_of, lambda stage, done, total: None)}

@@ -6,6 +6,7 @@ version 3.9. (Version 3.10 uses another regex engine, which counts combining mar
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from flatshift.selection.features.tokens import text_sums
 from flatshift.selection.hashing import WordHashes, mix64
 from flatshift.selection.lazy import np
 from flatshift.selection.methods.base import MethodSettings, Pool, Progress, Selector, Target
+from flatshift.selection.shards import Arrays, Shard, ShardMap
 from flatshift.selection.validation import bounded
 
 _WORDS = re.compile(r"\w+|[^\w\s]+")
@@ -158,32 +160,86 @@ class DSIRSelector(Selector, DSIR):
 
     def _fit(self, pool: Pool, target: Target, progress: Progress) -> None:
         pool_texts, target_texts = self._sides(pool, target)
-        hasher = (NgramHasher if self.hashing == "fast" else Sha256Hasher)(self.buckets)
+        hasher = _build_hasher(self.hashing, self.buckets)
         target_counts = np.zeros(self.buckets)
         for ngrams, _ in hasher.batches(target_texts):
             target_counts += np.bincount(ngrams, minlength=self.buckets)
-        pool_counts = np.zeros(self.buckets)
-        cache: list[tuple[np.ndarray, np.ndarray]] = []
-        done = cached_texts = cache_bytes = 0
-        for ngrams, lengths in hasher.batches(pool_texts):
-            pool_counts += np.bincount(ngrams, minlength=self.buckets)
-            done += len(lengths)
-            cache_bytes += len(ngrams) * hasher.narrow.itemsize + lengths.nbytes
-            if cache_bytes <= self.memory_bytes:
-                cache.append((ngrams.astype(hasher.narrow), lengths))
-                cached_texts = done
-            progress("hashing n-grams", done, len(pool_texts))
         if not target_counts.any():
             raise SelectionError("no target text holds a single word; dsir has nothing to compare with")
-        gain = self._log_probability(target_counts) - self._log_probability(pool_counts)
-        batches = chain(cache, hasher.batches(pool_texts, cached_texts))
-        self.log_weights_ = np.concatenate([text_sums(gain[ngrams], lengths) for ngrams, lengths in batches])
+        if pool.shards is None:
+            pool_counts = self._weigh_texts(pool_texts, hasher, target_counts, progress)
+        else:
+            pool_counts = self._weigh_shards(pool.shards, target_counts)
         self.scores_ = -self.log_weights_
         if self.resample:
             # Minus Gumbel noise, as smaller scores are better.
             self.scores_ = self.scores_ + np.log(-np.log(pool.draw(self.seed, "dsir gumbel")))
         self.diagnostics_ = {"ngrams_pool": int(pool_counts.sum()), "ngrams_target": int(target_counts.sum())}
 
+    def _weigh_texts(
+        self, texts: Sequence[str], hasher: NgramHasher, target_counts: np.ndarray, progress: Progress
+    ) -> np.ndarray:
+        """Set `log_weights_` and return the pool's count of every bucket."""
+        pool_counts = np.zeros(self.buckets)
+        cache: list[tuple[np.ndarray, np.ndarray]] = []
+        done = cached_texts = cache_bytes = 0
+        for ngrams, lengths in hasher.batches(texts):
+            pool_counts += np.bincount(ngrams, minlength=self.buckets)
+            done += len(lengths)
+            cache_bytes += len(ngrams) * hasher.narrow.itemsize + lengths.nbytes
+            if cache_bytes <= self.memory_bytes:
+                cache.append((ngrams.astype(hasher.narrow), lengths))
+                cached_texts = done
+            progress("hashing n-grams", done, len(texts))
+        gain = self._log_probability(target_counts) - self._log_probability(pool_counts)
+        batches = chain(cache, hasher.batches(texts, cached_texts))
+        self.log_weights_ = np.concatenate([text_sums(gain[ngrams], lengths) for ngrams, lengths in batches])
+        return pool_counts
+
+    def _weigh_shards(self, shards: ShardMap, target_counts: np.ndarray) -> np.ndarray:
+        """Do the same as `_weigh_texts` by shards, whose n-grams are stored between the two passes."""
+        counted = shards("n-grams", functools.partial(_count_ngrams, hashing=self.hashing, buckets=self.buckets))
+        pool_counts = np.zeros(self.buckets)
+        for part in counted:
+            pool_counts += part["counts"]
+        gain = self._log_probability(target_counts) - self._log_probability(pool_counts)
+        weighed = shards("weights", _sum_gains, inputs={"gain": gain}, earlier=counted)
+        self.log_weights_ = np.concatenate([part["log_weights"] for part in weighed])
+        return pool_counts
+
     def _log_probability(self, counts: np.ndarray) -> np.ndarray:
         total = max(counts.sum() + self.smoothing * self.buckets, 1e-300)
         return np.log((counts + self.smoothing) / total + self.floor)
+
+
+def _build_hasher(hashing: str, buckets: int) -> NgramHasher:
+    return NgramHasher(buckets) if hashing == "fast" else Sha256Hasher(buckets)
+
+
+_shard_hasher = functools.cache(_build_hasher)
+"""Hasher of a process' shards, which share its table of words."""
+
+
+def _count_ngrams(shard: Shard, *, hashing: str, buckets: int) -> Arrays:
+    """Return the buckets of a shard's n-grams, the number of each text's, and the count of every bucket."""
+    hasher = _shard_hasher(hashing, buckets)
+    counts = np.zeros(buckets)
+    every = [np.empty(0, hasher.narrow)]
+    lengths = [np.empty(0, np.int64)]
+    for ngrams, some_lengths in hasher.batches(shard.texts):
+        counts += np.bincount(ngrams, minlength=buckets)
+        every.append(ngrams.astype(hasher.narrow))
+        lengths.append(some_lengths)
+    return {"counts": counts, "ngrams": np.concatenate(every), "lengths": np.concatenate(lengths)}
+
+
+def _sum_gains(shard: Shard) -> Arrays:
+    """Return the log weight of each text of a shard that `_count_ngrams` counted."""
+    gain, ngrams, lengths = np.asarray(shard.inputs["gain"]), shard.earlier["ngrams"], shard.earlier["lengths"]
+    ends = np.cumsum(lengths)
+    sums = [np.empty(0)]
+    for low in range(0, len(lengths), _BATCH):
+        some_lengths = np.asarray(lengths[low : low + _BATCH])
+        some = ngrams[int(ends[low] - lengths[low]) : int(ends[min(low + _BATCH, len(ends)) - 1])]
+        sums.append(text_sums(gain[some], some_lengths))
+    return {"log_weights": np.concatenate(sums)}

@@ -7,8 +7,10 @@ methods that Nayak et al. (2026, arXiv 2602.14696) compare at low budgets, there
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from functools import partial
+from typing import Any, ClassVar, Literal
 
+from flatshift.selection.features.matrix import sendable_rows
 from flatshift.selection.lazy import np
 from flatshift.selection.methods.base import (
     ConvertedRows,
@@ -19,6 +21,7 @@ from flatshift.selection.methods.base import (
     Target,
     move_behind,
 )
+from flatshift.selection.shards import Arrays, Shard
 from flatshift.selection.validation import bounded, check_no_overflow
 
 
@@ -41,13 +44,29 @@ class KNNSelector(Selector, KNN):
     chunk: int | None = None
 
     def _fit(self, pool: Pool, target: Target, progress: Progress) -> None:
-        from flatshift.selection.methods.neighbours import nearest_rows  # imports torch
+        from flatshift.selection.methods.neighbours import nearest_rows, tile_rows  # imports torch
 
         x, y = self._sides(pool, target)
-        nearest = nearest_rows(x, y, 0, chunk=self.chunk, progress=progress)
-        self.scores_ = nearest.row_squared
-        self.nearest_target_ = nearest.row_nearest
-        self.diagnostics_ = {"mean_squared_distance": float(nearest.row_squared.mean())}
+        if pool.shards is None:
+            nearest = nearest_rows(x, y, 0, chunk=self.chunk, progress=progress)
+            self.scores_, self.nearest_target_ = nearest.row_squared, nearest.row_nearest
+        else:
+            # Shards of whole tiles: products then have the shapes, and the roundings, of one process.
+            step = tile_rows(len(y), self.chunk)
+            inputs = {"target": np.asarray(y)} | ({"pool": x} if isinstance(x, np.ndarray) else {})
+            search = partial(_search_shard, rows=sendable_rows(x, 0, 0 if "pool" in inputs else len(x)), chunk=step)
+            parts = pool.shards("neighbours", search, inputs=inputs, align=step)
+            self.scores_ = np.concatenate([part["squared"] for part in parts])
+            self.nearest_target_ = np.concatenate([part["nearest"] for part in parts])
+        self.diagnostics_ = {"mean_squared_distance": float(self.scores_.mean())}
+
+
+def _search_shard(shard: Shard, *, rows: Any, chunk: int) -> Arrays:
+    from flatshift.selection.methods.neighbours import nearest_rows
+
+    x = shard.inputs.get("pool", rows)
+    nearest = nearest_rows(x, shard.inputs["target"], 0, chunk=chunk, span=(shard.low, shard.high))
+    return {"squared": nearest.row_squared, "nearest": nearest.row_nearest}
 
 
 @dataclass(frozen=True, kw_only=True)

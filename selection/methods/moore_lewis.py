@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from flatshift.selection.features.tokens import text_sums
+from flatshift.selection.features.tokens import TokenRows, text_sums
 from flatshift.selection.lazy import np
 from flatshift.selection.methods.base import MethodSettings, Pool, Progress, Target, TokenSelector, move_behind
+from flatshift.selection.shards import Arrays, Shard, ShardMap
 from flatshift.selection.validation import bounded
+
+if TYPE_CHECKING:
+    from flatshift.selection.methods.ngrams import TrigramCounts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,16 +62,23 @@ class MooreLewisSelector(TokenSelector, MooreLewis):
 
         rows, target_rows = self._sides(pool, target)
         limit = max(1000, int(self.memory_gib * 2**30) // ROW_BYTES)
-        counts = TrigramCounts(rows.size, limit)
-        for low, flat, lengths in rows.parts():
-            counts.add(flat, lengths)
-            progress("counting n-grams", low + len(lengths), len(rows))
+        counts = None if pool.shards is None else _count_shards(pool.shards, rows, limit)
+        if counts is None:
+            counts = TrigramCounts(rows.size, limit)
+            for low, flat, lengths in rows.parts():
+                counts.add(flat, lengths)
+                progress("counting n-grams", low + len(lengths), len(rows))
         reference = KneserNey(*counts.table(), rows.size)
         self._models = KneserNey.of(target_rows, limit), reference
-        gains = np.empty(len(rows))
-        for low, flat, lengths in rows.parts():
-            gains[low : low + len(lengths)] = text_sums(self._gains(flat, lengths, rows.size), lengths)
-            progress("comparing n-grams", low + len(lengths), len(rows))
+        if pool.shards is None:
+            gains = self._text_gains(rows, progress)
+        else:
+            models = {
+                f"{k} {name}": array for k, model in enumerate(self._models) for name, array in model.arrays().items()
+            }
+            score = partial(_shard_gains, share=self.share, size=rows.size)
+            parts = pool.shards("gains", score, inputs=models, earlier=rows.shards)
+            gains = np.concatenate([part["gains"] for part in parts])
         lengths = rows.lengths
         # fsum: the sum must not depend on the order of rows, bit for bit.
         usual = math.fsum(gains / np.maximum(lengths, 1)) / len(rows)
@@ -82,6 +94,14 @@ class MooreLewisSelector(TokenSelector, MooreLewis):
             "short": int(short.sum()),
         }
 
+    def _text_gains(self, rows: TokenRows, progress: Progress) -> np.ndarray:
+        """Return the sum of every text's gains, (N,) float64."""
+        gains = np.empty(len(rows))
+        for low, flat, lengths in rows.parts():
+            gains[low : low + len(lengths)] = text_sums(self._gains(flat, lengths, rows.size), lengths)
+            progress("comparing n-grams", low + len(lengths), len(rows))
+        return gains
+
     def _gains(self, flat: np.ndarray, lengths: np.ndarray, size: int) -> np.ndarray:
         from flatshift.selection.methods.ngrams import trigram_keys
 
@@ -89,3 +109,42 @@ class MooreLewisSelector(TokenSelector, MooreLewis):
         keys, back = np.unique(trigram_keys(flat, lengths, size), return_inverse=True)
         gains = np.log(self.share * model.probability(keys) / reference.probability(keys) + (1.0 - self.share))
         return np.asarray(gains[back])
+
+
+def _count_shards(shards: ShardMap, rows: TokenRows, limit: int) -> TrigramCounts | None:
+    """Return the pool's trigrams summed over shards; None if there are more than `limit`, as those dropped then depend
+    on the order in which texts are counted."""
+    from flatshift.selection.methods.ngrams import TrigramCounts
+
+    total = TrigramCounts(rows.size, limit)
+    count = partial(_count_trigrams, size=rows.size, limit=limit)
+    for part in shards("n-grams", count, earlier=rows.shards):
+        total.add_counts(part["keys"], part["counts"], int(part["tokens"][0]))
+        if part["dropped"][0] or total.dropped:
+            return None
+    return total
+
+
+def _count_trigrams(shard: Shard, *, size: int, limit: int) -> Arrays:
+    from flatshift.selection.methods.ngrams import TrigramCounts
+
+    counts = TrigramCounts(size, limit).add_all(TokenRows(shard.earlier["flat"], shard.earlier["ends"], size))
+    keys, numbers = counts.table()
+    return {
+        "keys": keys,
+        "counts": numbers,
+        "tokens": np.array([counts.tokens]),
+        "dropped": np.array([counts.dropped]),
+    }
+
+
+def _shard_gains(shard: Shard, *, share: float, size: int) -> Arrays:
+    from flatshift.selection.methods.ngrams import KneserNey
+
+    arrays: list[dict[str, np.ndarray]] = [{}, {}]
+    for name, array in shard.inputs.items():
+        arrays[int(name[0])][name[2:]] = array
+    scorer = MooreLewisSelector(share=share)
+    scorer._models = KneserNey.restore(arrays[0], size), KneserNey.restore(arrays[1], size)
+    rows = TokenRows(shard.earlier["flat"], shard.earlier["ends"], size)
+    return {"gains": scorer._text_gains(rows, lambda stage, done, total: None)}

@@ -31,9 +31,17 @@ class NearestRows:
 
 
 def nearest_rows(
-    x: Any, y: Any, count: int, *, chunk: int | None = None, progress: Progress | None = None
+    x: Any,
+    y: Any,
+    count: int,
+    *,
+    chunk: int | None = None,
+    span: tuple[int, int] | None = None,
+    progress: Progress | None = None,
 ) -> NearestRows:
     """Find the `count` (at most N) nearest rows of x (N, d) for each row of y (M, d); 0: only each row's target.
+
+    span: of the rows of x to search for, the whole tiles [low, high); with count 0.
 
     Raises SelectionError on shapes that do not match and input that is empty, not finite or overflows when squared.
     """
@@ -55,19 +63,21 @@ def nearest_rows(
     furthest, limit = np.sqrt(y_squared.max()), float(np.sqrt(torch.finfo(dtype).max))
     best_squared = torch.empty(m, 0, dtype=dtype)
     best_rows = torch.empty(m, 0, dtype=torch.int64)
-    row_nearest = np.empty(n, dtype=np.int64)
-    row_squared = np.empty(n)
-    step = chunk or max(64, min(8192, (64 << 20) // (8 * m)))
-    for low in range(0, n, step):
-        rows = np.asarray(x[low : low + step], dtype=np.float64)
+    first, last = span or (0, n)
+    row_nearest = np.empty(last - first, dtype=np.int64)
+    row_squared = np.empty(last - first)
+    step = tile_rows(m, chunk)
+    for low in range(first, last, step):
+        rows = np.asarray(x[low : min(low + step, last)], dtype=np.float64)
         check_finite_rows(rows, "pool", low)
         rows = rows - centre
         squared = np.einsum("ij,ij->i", rows, rows)
         check_no_overflow(0.0 if np.sqrt(squared.max()) + furthest < limit else np.inf)
         tile = torch.addmm(lift, torch.from_numpy(rows).to(dtype), right)
         nearest = tile.argmin(1).numpy()
-        row_nearest[low : low + len(rows)] = nearest
-        row_squared[low : low + len(rows)] = np.einsum("ij,ij->i", rows - targets[nearest], rows - targets[nearest])
+        own = slice(low - first, low - first + len(rows))
+        row_nearest[own] = nearest
+        row_squared[own] = np.einsum("ij,ij->i", rows - targets[nearest], rows - targets[nearest])
         if progress:
             progress("searching neighbours", low + len(rows), n)
         if not count:
@@ -86,6 +96,11 @@ def nearest_rows(
     return NearestRows(
         np.take_along_axis(candidates, order, 1), np.take_along_axis(exact, order, 1), row_nearest, row_squared
     )
+
+
+def tile_rows(targets: int, chunk: int | None = None) -> int:
+    """Return the number of pool rows that are compared with all targets at a time."""
+    return chunk or max(64, min(8192, (64 << 20) // (8 * targets)))
 
 
 def _k_smallest(values: torch.Tensor, rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

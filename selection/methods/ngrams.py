@@ -7,6 +7,8 @@ everywhere. All probabilities are array arithmetic over sorted keys; tests have 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from flatshift.selection.errors import SelectionError
@@ -50,8 +52,12 @@ class TrigramCounts:
         """Count the trigrams of some texts."""
         if not len(flat):
             return
-        self.tokens += len(flat)
-        self._push(*np.unique(trigram_keys(flat, lengths, self.size), return_counts=True))
+        self.add_counts(*np.unique(trigram_keys(flat, lengths, self.size), return_counts=True), len(flat))
+
+    def add_counts(self, keys: np.ndarray, counts: np.ndarray, tokens: int) -> None:
+        """Add distinct trigrams, ascending, and their counts in `tokens` tokens."""
+        self.tokens += tokens
+        self._push(np.asarray(keys), np.asarray(counts))
 
     def add_all(self, rows: TokenRows) -> TrigramCounts:
         """Count all texts of `rows`; return self."""
@@ -130,6 +136,17 @@ class KneserNey:
     def of(cls, rows: TokenRows, maximum: int = 1 << 26) -> KneserNey:
         """Build the model of some texts; maximum: as in `TrigramCounts`."""
         return cls(*TrigramCounts(rows.size, maximum).add_all(rows).table(), rows.size)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the model as arrays, for `restore`."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+
+    @classmethod
+    def restore(cls, arrays: Mapping[str, np.ndarray], size: int) -> KneserNey:
+        """Return the model over `size` tokens that has these `arrays`."""
+        model = cls(np.empty(0, np.uint64), np.empty(0, np.uint32), size)
+        vars(model).update(arrays)
+        return model
 
     @property
     def ngrams(self) -> int:

@@ -18,6 +18,22 @@ CASES: dict[tuple[str, str], tuple[dict, dict]] = {
         {"kind": "adamw-8bit", "replicate": 2},
         {"kind": "adamw-8bit"},
     ),
+    ("optimizer.kind: riemannian or lora-muon", "mesh.tp > 1"): (
+        {"kind": "riemannian", "tp": 2},
+        {"kind": "riemannian", "dp": 2},
+    ),
+    ("optimizer.kind: riemannian or lora-muon", "mesh.offload"): (
+        {"kind": "lora-muon", "offload": True, "dp": 2, "device": "cuda"},
+        {"kind": "lora-muon", "dp": 2, "pp": 2, "device": "cuda"},
+    ),
+    ("optimizer.kind: riemannian or lora-muon", "adapter.experts"): (
+        {"kind": "lora-muon", "experts": 2},
+        {"kind": "lora-muon", "replicate": 2},
+    ),
+    ("optimizer.kind: riemannian or lora-muon", "adapter.soft_tokens"): (
+        {"kind": "riemannian", "soft_tokens": 4, "task": LanguageModel(pack=False)},
+        {"kind": "riemannian", "adapters": "replicate", "dp": 2},
+    ),
     ("train.batch_size", "a multiple of mesh.replicate × mesh.dp"): (
         {"replicate": 2, "dp": 2, "batch_size": 6},
         {"replicate": 2, "dp": 2, "batch_size": 8},

@@ -1,0 +1,608 @@
+"""Stages of a selection over shards of the pool, run by datatrove: on this machine, on Slurm or on Ray.
+
+A stage maps a function over the files of the pool (the first stage) or over ranges of its rows (all others). Each task
+writes its arrays and, last, a record of them into a directory of the stage; its name has a digest of everything that
+the result depends on, so the same command finds what is finished and computes only the rest. The directories and the
+pool must be on a disk that every worker sees.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flatshift.experiments.recipe.schema import Select
+from flatshift.experiments.results.cells import flatshift_version
+from flatshift.experiments.run.console import Console
+from flatshift.finetune.atomic import make_directory, read_json_object, write_json, write_text
+from flatshift.finetune.data.config import Columns
+from flatshift.finetune.data.files import HUB, expand_files, file_digest
+from flatshift.finetune.data.remote import RemoteFile
+from flatshift.finetune.data.rows import Row, missing_column_message, read_rows, repeated_id_message
+from flatshift.finetune.data.view import RowStore, RowView, write_rows
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.launch.spawn import THREAD_VARIABLES
+from flatshift.selection.config import Gradients
+from flatshift.selection.errors import SelectionError
+from flatshift.selection.features.cache import atomic_file
+from flatshift.selection.shards import Arrays, Shard, ShardMap
+
+METHODS = ("classifier", "dsir", "gotd", "knn", "moore-lewis")
+_SHARD_ROWS = 1 << 17
+"""Most rows of a shard, as far as its borders may be chosen; a pool of many files has as many shards as files."""
+_MEMORY_GB = 2
+_POLL_S = 2.0
+_CONNECT_S = 10.0
+_SETTLE_S = 10.0
+"""Seconds that a network file system may take to show a file of another machine."""
+
+
+def _check_settings(spec: Select) -> None:
+    """Raise UserError for a selection whose stages cannot be run by shards."""
+    if spec.method.kind not in METHODS:
+        raise UserError(
+            f"--on: {spec.method.kind} is scored by one process; leave --on out, or take a method whose stages are "
+            f"divided: {', '.join(METHODS)}"
+        )
+    if isinstance(spec.embedder, Gradients):
+        raise UserError(
+            "--on: the second moments of gradients are taken by one process; leave --on out, or make the vectors by "
+            "flatshift.embedder (docs/feature-shards.md) and give them by --pool-features"
+        )
+    if spec.cache and spec.own is None:
+        raise UserError(
+            "select.cache: with --on the vectors of finished shards are in the state of the selection; leave it out"
+        )
+
+
+@dataclass(frozen=True)
+class Executor:
+    """Executor of `--on`: its kind, and the number of workers, the partition or the address that follows a colon."""
+
+    kind: str
+    detail: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Executor:
+        """Parse `--on`. Raises UserError if it is malformed, or a package or program is missing."""
+        kind, colon, detail = text.partition(":")
+        if kind not in ("local", "slurm", "ray") or (colon and not detail):
+            raise UserError(f"--on {text!r} is no executor; take local[:WORKERS], slurm[:PARTITION] or ray[:ADDRESS]")
+        if kind == "local" and detail and not (detail.isascii() and detail.isdigit() and int(detail) > 0):
+            raise UserError(f"--on {text}: the number of workers must be at least 1, as in local:4")
+        try:
+            import datatrove.executor  # noqa: F401
+        except ImportError:
+            raise UserError("--on runs stages by datatrove: pip install 'flatshift[datatrove]'") from None
+        if kind == "slurm" and shutil.which("sbatch") is None:
+            raise UserError(f"--on {text}: there is no sbatch here; start the command on a machine that submits jobs")
+        if kind == "ray":
+            try:
+                import ray  # noqa: F401
+            except ImportError:
+                raise UserError(f"--on {text} needs the package ray: pip install 'flatshift[ray]'") from None
+        return cls(kind, detail)
+
+
+class StageResults(list[Arrays]):
+    """Arrays of every shard in order, mapped from the files in `directory`."""
+
+    def __init__(self, directory: Path, count: int):
+        self.directory = directory
+        super().__init__(_read_arrays(directory, number) for number in range(count))
+
+
+class Stages:
+    """Stages of one selection, with their results in `directory` until it is complete.
+
+    on: as `--on`. Use as a context manager: at its end the workers end. Raises UserError for an `on` that is no
+    executor or is not there, and for settings whose stages are not divided.
+    """
+
+    def __init__(self, on: str, spec: Select, directory: Path, console: Console):
+        _check_settings(spec)
+        self.executor, self.directory, self.console = Executor.parse(on), directory.absolute(), console
+        self._stack = contextlib.ExitStack()
+        self._store: tuple[Sequence[Path], Columns, Sequence[int]] = [], Columns(), []
+        self._pool_digest = ""
+
+    def __enter__(self) -> Stages:
+        if self.executor.kind == "ray":
+            self._stack.enter_context(_ray_cluster(self.executor.detail))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    @cached_property
+    def _workers(self) -> ProcessPoolExecutor | None:
+        """Processes of this machine, for all stages; None: one worker, this process."""
+        count = int(self.executor.detail or len(os.sched_getaffinity(0)))
+        if count == 1:
+            return None
+        context = multiprocessing.get_context("spawn")
+        pool = ProcessPoolExecutor(count, mp_context=context, initializer=_end_with_parent)
+        self._stack.callback(pool.shutdown, cancel_futures=True)
+        unset = [name for name in THREAD_VARIABLES if name not in os.environ]
+        os.environ.update(dict.fromkeys(unset, "1"))
+        try:
+            pool.submit(os.getpid).result()  # starts all of them, one thread each
+        finally:
+            for name in unset:
+                del os.environ[name]
+        return pool
+
+    def read(self, spec: Select, named: Mapping[str, str]) -> tuple[RowView, list[str]]:
+        """Read the pool, a task for each file; return its rows and the reasons of those skipped.
+
+        named: as in `read_rows`. Raises UserError for a bad row, a repeated id, or a file that is missing or has
+        changed since it was read.
+        """
+        paths = expand_files(spec.pool.files)
+        names = [str(path) for path in paths]
+        listed = self.directory / "files.json"
+        if listed.is_file():
+            _check_same_files(read_json_object(listed, "files")["files"], names)
+        else:
+            write_json(listed, {"files": names})
+        directory = self.directory / "read"
+        for number, path in enumerate(paths):
+            if _is_whole(directory, number):
+                _check_unchanged(path, _read_record(_read_arrays(directory, number)))
+        work = _ReadFile(
+            spec.pool.files, names, spec.columns, spec.domain_column, spec.bad_rows, directory, bool(named)
+        )
+        results = self._run("read pool", directory, work, len(paths))
+        records = [_read_record(result) for result in results]
+        try:
+            _check_named_columns(spec.pool.files, records, named)
+        except UserError:
+            shutil.rmtree(self.directory)  # the right name is another recipe, which cannot continue from here
+            raise
+        firsts = [0, *accumulate(record["records"] for record in records)][:-1]
+        files = [directory / f"{number:05d}.arrow" for number in range(len(paths))]
+        self._store = files, spec.columns, firsts
+        self._pool_digest = _digest([record["sha256"] for record in records])
+        rows = RowView(RowStore(files, spec.columns, firsts))
+        if (twins := _first_repeated_id(rows, np.concatenate([result["ids"] for result in results]))) is not None:
+            borders = np.cumsum([len(result["ids"]) for result in results])
+            for number in np.searchsorted(borders, twins, side="right").tolist():
+                _record_file(directory, number).unlink(missing_ok=True)  # to be read again, mended
+            first, second = (rows[row] for row in twins)
+            raise UserError(repeated_id_message(second.id, second.where, first.where))
+        return rows, [reason for record in records for reason in record["skipped"]]
+
+    def over(self, rows: RowView) -> ShardMap:
+        """Return the map over the shards of `rows`, a view of the pool that `read` returned."""
+        arrays = {name: self._keep(array) for name, array in rows.arrays().items()}
+        identity = _digest([self._pool_digest, *(f"{name} {path.name}" for name, path in arrays.items())])
+
+        def map_shards(
+            stage: str,
+            function: Callable[[Shard], Arrays],
+            *,
+            inputs: Arrays | None = None,
+            earlier: Sequence[Arrays] | None = None,
+            align: int = 1,
+        ) -> StageResults:
+            paths = {name: self._keep(array) for name, array in (inputs or {}).items()}
+            before = earlier.directory if isinstance(earlier, StageResults) else None
+            edges = _shard_edges(len(rows), len(self._store[0]), align)
+            given = [f"{name} {path.name}" for name, path in paths.items()]
+            key = _digest([identity, str(align), pickle.dumps(function).hex(), str(before), *given])
+            directory = self.directory / f"{stage.replace(' ', '-')}-{key[:16]}"
+            work = _MapShard(function, self._store, edges, arrays, paths, before)
+            return self._run(stage, directory, work, len(edges) - 1)
+
+        return map_shards
+
+    def _keep(self, array: np.ndarray) -> Path:
+        """Store an array for the workers, named by its content."""
+        array = np.ascontiguousarray(array)
+        digest = hashlib.sha256(f"{array.dtype.str} {array.shape}".encode())
+        digest.update(array.data.cast("B") if array.size else b"")
+        path = self.directory / "inputs" / f"{digest.hexdigest()[:40]}.npy"
+        if not path.is_file():
+            with atomic_file(path) as handle:
+                np.save(handle, array, allow_pickle=False)
+        return path
+
+    def _run(self, stage: str, directory: Path, work: Callable[[int], Arrays], tasks: int) -> StageResults:
+        """Run the tasks of a stage that have no result yet. Raises UserError for the first that failed or got lost."""
+        executor = self._build_executor(_Step(directory, work), directory / "datatrove", tasks, stage)
+        make_directory(directory)
+        open_tasks = [number for number in range(tasks) if not _is_whole(directory, number)]
+        for number in range(tasks):
+            done = directory / "datatrove" / "completions" / f"{number:05d}"
+            if number not in open_tasks:
+                executor.mark_rank_as_completed(number)
+            else:
+                done.unlink(missing_ok=True)
+                _error_file(directory, number).unlink(missing_ok=True)
+        if 0 < len(open_tasks) < tasks:
+            self.console.say(f"{stage}: {tasks - len(open_tasks)} of {tasks} shards are finished")
+        began = time.monotonic()
+        if open_tasks:
+            try:
+                if self.executor.kind == "slurm":
+                    _run_on_slurm(executor, stage)
+                else:
+                    executor.run()
+            except BrokenProcessPool:
+                raise UserError(
+                    f"--on local: a worker was killed in the stage {stage!r} (out of memory?); finished shards are "
+                    "kept: run the same command again"
+                ) from None
+            self.console.say(f"{stage}: {len(open_tasks)} shards in {time.monotonic() - began:.1f} s")
+        for number in range(tasks):
+            if (error := _error_file(directory, number)).is_file():
+                raise UserError(error.read_text(encoding="utf-8"))
+        for number in range(tasks):
+            if not _is_whole(directory, number):
+                raise UserError(
+                    f"--on {self.executor.kind}: shard {number} of {tasks} of the stage {stage!r} was not finished "
+                    f"(logs: {directory / 'datatrove'}); finished shards are kept: run the same command again"
+                )
+        return StageResults(directory, tasks)
+
+    def _build_executor(self, step: _Step, logs: Path, tasks: int, stage: str) -> Any:
+        from datatrove.executor import RayPipelineExecutor
+        from loguru import logger
+
+        common: dict[str, Any] = {"pipeline": [step], "tasks": tasks, "logging_dir": str(logs)}
+        if self.executor.kind == "local":
+            return _local_executor(self._workers, **common)
+        # Its messages about the whole job are ours to print; those of tasks are in their logs.
+        logger.disable("datatrove")
+        if self.executor.kind == "ray":
+            _check_ray_node()
+            return RayPipelineExecutor(**common, mem_per_cpu_gb=_MEMORY_GB)
+        return _slurm_executor(self.executor.detail, stage, **common)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Step of a datatrove pipeline that writes the result of `work` for a task's number.
+
+    A mistake of the user's is written to a file of its own, for the one process that reports it.
+    """
+
+    directory: Path
+    work: Callable[[int], Arrays]
+    version: str = field(default_factory=flatshift_version)
+
+    def __repr__(self) -> str:
+        return f"stage {self.directory.name}"
+
+    def __call__(self, documents: Any = None, rank: int = 0, world_size: int = 1) -> None:
+        try:
+            if self.version != (own := flatshift_version()):
+                raise UserError(
+                    f"--on: a worker runs Flatshift {own}, and this command {self.version}; install the same version"
+                )
+            arrays = self.work(rank)
+        except (UserError, SelectionError) as error:
+            write_text(_error_file(self.directory, rank), str(error))
+            return
+        sizes = {}
+        for name, array in arrays.items():
+            path = _array_file(self.directory, rank, name)
+            with atomic_file(path) as handle:
+                np.save(handle, np.asarray(array), allow_pickle=False)
+            sizes[name] = path.stat().st_size
+        write_json(_record_file(self.directory, rank), {"bytes": sizes})
+
+
+@dataclass(frozen=True)
+class _MapShard:
+    """Work of a stage over rows: `function` of the shard with a task's number."""
+
+    function: Callable[[Shard], Arrays]
+    store: tuple[Sequence[Path], Columns, Sequence[int]]
+    edges: Sequence[int]
+    rows: Mapping[str, Path]
+    inputs: Mapping[str, Path]
+    earlier: Path | None
+
+    def __call__(self, number: int) -> Arrays:
+        low, high = self.edges[number : number + 2]
+        rows, inputs = (
+            {name: np.load(path, mmap_mode="r", allow_pickle=False) for name, path in paths.items()}
+            for paths in (self.rows, self.inputs)
+        )
+        texts = RowView.of(RowStore(*self.store), rows, low, high).texts
+        earlier = {} if self.earlier is None else _read_arrays(self.earlier, number)
+        return self.function(Shard(texts, low, high, inputs, earlier))
+
+
+@dataclass(frozen=True)
+class _ReadFile:
+    """Work of the stage that reads the pool: writes the rows of a file, and returns digests of their ids and a record.
+
+    names: of the files that `files` stand for. directory: of the written rows. lists_columns: the record lists the
+    columns of the rows.
+    """
+
+    files: Sequence[str]
+    names: Sequence[str]
+    columns: Columns
+    domain_column: str
+    bad_rows: Any
+    directory: Path
+    lists_columns: bool
+
+    def __call__(self, number: int) -> Arrays:
+        paths = expand_files(self.files)
+        _check_same_files(self.names, [str(path) for path in paths])
+        identity = _identity(paths[number])
+        skipped: list[str] = []
+        ids: list[bytes] = []
+        columns: dict[str, None] = {}
+
+        def rows() -> Iterator[Row]:
+            read = read_rows(
+                self.files, columns=self.columns, bad_rows=self.bad_rows, skipped=skipped, setting="select.columns",
+                only=number,
+            )  # fmt: skip
+            for row in read:
+                ids.append(hashlib.blake2b(row.id.encode("utf-8", "surrogatepass"), digest_size=8).digest())
+                if self.lists_columns:
+                    columns.update(dict.fromkeys(row.record))
+                yield row
+
+        with _atomic_path(self.directory / f"{number:05d}.arrow") as path:
+            write_rows(rows(), path, columns=self.columns, domain_column=self.domain_column)
+        # The rest of a file that breaks off is one bad row, and no record.
+        records = len(ids) + sum(not reason.endswith(" records before that were read") for reason in skipped)
+        record = {
+            "identity": identity,
+            "sha256": _content_digest(paths[number]),
+            "records": records,
+            "skipped": skipped,
+            "columns": list(columns),
+        }
+        text = json.dumps(record).encode()
+        return {"ids": np.frombuffer(b"".join(ids), "<u8"), "record": np.frombuffer(text, np.uint8)}
+
+
+def _read_record(arrays: Arrays) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(arrays["record"].tobytes())
+    return record
+
+
+@contextlib.contextmanager
+def _atomic_path(path: Path) -> Iterator[Path]:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    make_directory(path.parent)
+    try:
+        yield temporary
+        with temporary.open("rb") as handle:
+            os.fsync(handle.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _identity(path: Any) -> str:
+    """Return what changes with a file: size and time of modification, or a store's version."""
+    if isinstance(path, RemoteFile):
+        return str(path.version)
+    if str(path).startswith(HUB):
+        return str(path)
+    if path.is_dir():
+        return file_digest(path)[0]
+    status = path.stat()
+    return f"{status.st_size} {status.st_mtime_ns}"
+
+
+def _content_digest(path: Any) -> str:
+    return _identity(path) if isinstance(path, RemoteFile) or str(path).startswith(HUB) else file_digest(path)[0]
+
+
+def _check_unchanged(path: Any, record: Mapping[str, Any]) -> None:
+    if _identity(path) != record["identity"] and _content_digest(path) != record["sha256"]:
+        raise UserError(f"{path} has changed since the unfinished selection read it; restore it, or name another --out")
+
+
+def _check_same_files(before: Sequence[str], now: Sequence[str]) -> None:
+    """Raise UserError if the pool's files are not those that the unfinished selection read."""
+    if missing := [name for name in before if name not in now]:
+        raise UserError(
+            f"{missing[0]} is missing, and the unfinished selection reads it; restore it, or name another --out"
+        )
+    if list(before) != list(now):
+        new = next((name for name in now if name not in before), now[0])
+        raise UserError(
+            f"{new}: the unfinished selection reads other files, or another order of them; restore them, or name "
+            "another --out"
+        )
+
+
+def _check_named_columns(files: Sequence[str], records: Sequence[Mapping[str, Any]], named: Mapping[str, str]) -> None:
+    columns = list(dict.fromkeys(name for record in records for name in record["columns"]))
+    for own, origin in named.items() if columns else ():
+        if own not in columns:
+            raise UserError(f"{', '.join(map(str, files))}: {missing_column_message(own, columns, origin)}")
+
+
+def _first_repeated_id(rows: RowView, digests: np.ndarray) -> tuple[int, int] | None:
+    """Return the first row whose id an earlier row has, after that row; None: ids are unique. digests: (N,) of ids."""
+    ordered = np.sort(digests)
+    shared = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+    first: dict[str, int] = {}
+    for number in np.flatnonzero(np.isin(digests, shared)).tolist() if len(shared) else ():
+        before = first.setdefault(rows.ids[number], number)
+        if before != number:
+            return before, number
+    return None
+
+
+def _shard_edges(rows: int, files: int, align: int) -> list[int]:
+    """Return the borders of the shards of `rows` rows, multiples of `align` but for the last."""
+    count = max(files, -(-rows // _SHARD_ROWS))
+    return sorted({*(rows * number // count // align * align for number in range(count)), rows})
+
+
+def _array_file(directory: Path, number: int, name: str) -> Path:
+    return directory / f"{number:05d}.{name}.npy"
+
+
+def _record_file(directory: Path, number: int) -> Path:
+    return directory / f"{number:05d}.json"
+
+
+def _error_file(directory: Path, number: int) -> Path:
+    return directory / f"{number:05d}.error"
+
+
+def _is_whole(directory: Path, number: int) -> bool:
+    """Return True if a task's record is there, and all arrays that it lists."""
+    try:
+        sizes = json.loads(_record_file(directory, number).read_text(encoding="utf-8"))["bytes"]
+        return all(_array_file(directory, number, name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _read_arrays(directory: Path, number: int) -> Arrays:
+    sizes = json.loads(_record_file(directory, number).read_text(encoding="utf-8"))["bytes"]
+    return {name: np.load(_array_file(directory, number, name), mmap_mode="r", allow_pickle=False) for name in sizes}
+
+
+def _digest(parts: Sequence[str]) -> str:
+    return hashlib.sha256("\x1f".join(parts).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _end_with_parent() -> None:
+    """End this worker when the process that started it is killed; its queue would wait for ever."""
+    parent = multiprocessing.parent_process()
+
+    def wait() -> None:
+        if parent is not None:
+            parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _local_executor(workers: ProcessPoolExecutor | None, **settings: Any) -> Any:
+    from datatrove.executor import LocalPipelineExecutor
+
+    class PooledExecutor(LocalPipelineExecutor):
+        """datatrove's executor on processes that serve all stages; its own pool waits for ever for a killed worker."""
+
+        def run(self) -> None:
+            # Local rank 1: rank 0 would print its log.
+            if workers is None:
+                for rank in self.get_incomplete_ranks():
+                    self._run_for_rank(rank, 1)
+                return
+            for future in [workers.submit(_run_task, settings, rank) for rank in self.get_incomplete_ranks()]:
+                future.result()
+
+    return PooledExecutor(**settings)
+
+
+def _run_task(settings: Mapping[str, Any], rank: int) -> None:
+    from datatrove.executor import LocalPipelineExecutor
+
+    LocalPipelineExecutor(**settings)._run_for_rank(rank, 1)
+
+
+def _slurm_executor(partition: str, stage: str, **settings: Any) -> Any:
+    from datatrove.executor import SlurmPipelineExecutor
+
+    class DefaultsExecutor(SlurmPipelineExecutor):
+        """datatrove's executor without the directives that nobody set: the cluster's defaults count."""
+
+        def get_sbatch_args(self, max_array: int = 1) -> dict[str, Any]:
+            return {name: value for name, value in super().get_sbatch_args(max_array).items() if value is not None}
+
+    return DefaultsExecutor(
+        **settings,
+        partition=partition or None,
+        time=None,
+        qos=None,
+        mem_per_cpu_gb=_MEMORY_GB,
+        job_name=f"flatshift-{stage.replace(' ', '-')}",
+        env_command=f"export PATH={Path(sys.executable).parent}:$PATH",
+    )
+
+
+def _run_on_slurm(executor: Any, stage: str) -> None:
+    """Submit the job of a stage, or find the one that a killed command submitted, and wait until it left the queue."""
+    submitted = Path(executor.logging_dir.resolve_paths("job"))
+    if not submitted.is_file() or not _is_queued(submitted.read_text(encoding="utf-8")):
+        try:
+            executor.launch_job()
+        except subprocess.CalledProcessError as error:
+            raise UserError(
+                f"--on slurm: sbatch refuses the job of the stage {stage!r} with exit code {error.returncode}; its "
+                "reason is above"
+            ) from None
+        write_text(submitted, str(executor.job_id))
+    job = submitted.read_text(encoding="utf-8")
+    settled = None
+    while executor.get_incomplete_ranks():
+        if not _is_queued(job):
+            settled = settled or time.monotonic() + _SETTLE_S
+            if time.monotonic() > settled:
+                return
+        time.sleep(_POLL_S)
+
+
+def _is_queued(job: str) -> bool:
+    """Return True unless Slurm says that the job has ended."""
+    asked = subprocess.run(["squeue", "-h", "-j", job], capture_output=True, text=True, check=False)
+    return bool(asked.stdout.strip()) if asked.returncode == 0 else "Invalid job id" not in asked.stderr
+
+
+@contextlib.contextmanager
+def _ray_cluster(address: str) -> Iterator[None]:
+    import ray
+
+    address = address or os.environ.get("RAY_ADDRESS", "")
+    host, _, port = address.rpartition(":")
+    try:
+        if address:  # Ray itself would go on asking for many minutes
+            socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+        ray.init(address or "auto", log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, RuntimeError, ValueError):
+        raise UserError(
+            f"--on ray{address and ':'}{address}: no Ray cluster answers {'there' if address else 'here'}; start one "
+            "(`ray start --head`), or name its address, ray:HOST:PORT"
+        ) from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _check_ray_node() -> None:
+    """Raise UserError if no node has the resources of a task: Ray would wait for one for ever."""
+    import ray
+
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if not any(node.get("CPU", 0) >= 1 and node.get("memory", 0) >= _MEMORY_GB << 30 for node in nodes):
+        raise UserError(f"--on ray: no node of the cluster has a CPU and {_MEMORY_GB} GiB for a task; add one")
