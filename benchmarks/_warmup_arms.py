@@ -16,7 +16,7 @@ from flatshift.experiments.recipe.auto import resolve_auto
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies import Cell, make_cell, run_cells
-from flatshift.experiments.studies.queue import DevicePlacement
+from flatshift.experiments.studies.executors.local import LocalExecutor
 from flatshift.experiments.workflows.build import evaluate_perplexity
 from flatshift.finetune.atomic import write_json
 from flatshift.finetune.errors import UserError
@@ -65,7 +65,7 @@ def run_warmup_study(
         for arm in arms
         for seed in seeds
     }
-    run_cells(out, list(cells.values()), DevicePlacement(jobs), console or Console(), label=f"study {name}")
+    run_cells(out, list(cells.values()), LocalExecutor(jobs), console or Console(), label=f"study {name}")
     base = evaluate_perplexity(resolve_auto(load_recipe(recipe, overrides)).recipe, None, splits=("test",))
     perplexity, _ = _test_perplexity(base)
     rows = []

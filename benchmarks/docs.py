@@ -136,6 +136,7 @@ HEADLINES = {
     "gotd_solver": "50000 x 1000 x 384, epsilon 0.05: ours beside POT",
     "scale": "100,000,000 x 64 x 32 on 4 processes, 2 passes: memory",
     "plan_validation": "seconds of an update, all held-out rows",
+    "gpu": "8 B, 4,096 tokens, the best way: MFU",
     "evaluation": "4 shots, 3 candidates, 100 rows: shared contexts",
 }
 """Benchmark → start of the row that stands for it; of the others it is the first with a bar, or the first of all."""

@@ -28,7 +28,7 @@ from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.statistics.intervals import t_interval
 from flatshift.experiments.studies import run_cells
-from flatshift.experiments.studies.queue import DevicePlacement
+from flatshift.experiments.studies.executors.local import LocalExecutor
 from flatshift.finetune.errors import UserError
 
 DOCUMENTS = RESULTS / "first_study" / "documents.json"
@@ -147,7 +147,7 @@ def tune(
         for arm in arms
         for pair in trials.of(arm)
     }
-    run_cells(out, list(cells.values()), DevicePlacement(jobs), console, label="tune")
+    run_cells(out, list(cells.values()), LocalExecutor(jobs), console, label="tune")
     settings, tuned = {}, {}
     for arm in arms:
         losses = {

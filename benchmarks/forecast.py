@@ -96,11 +96,11 @@ def train(task: str) -> dict[str, Any]:
 def predict(task: str) -> dict[str, Any]:
     """The same by forecast at the ridge with the least leave-one-out error, every draw apart."""
     changes = [*overrides(task), from_override("data.train.limit", str(ROWS[-1]))]
-    recipe = load_recipe("classify", changes).recipe
+    resolved = load_recipe("classify", changes)
     console = Console(quiet=True)
-    forecast_rows(recipe, ForecastAxes(ROWS[:1], RANKS[:1], NOISES[:1], 1), console)  # what is imported late
+    forecast_rows(resolved, ForecastAxes(ROWS[:1], RANKS[:1], NOISES[:1], 1), console, WORK)  # what is imported late
     began = time.process_time()
-    rows = forecast_rows(recipe, ForecastAxes(ROWS, RANKS, NOISES, DRAWS), console)
+    rows = forecast_rows(resolved, ForecastAxes(ROWS, RANKS, NOISES, DRAWS), console, WORK)
     cpu = time.process_time() - began
     results: dict[str, list[float]] = {}
     speeds: dict[str, float] = {}

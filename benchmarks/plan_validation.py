@@ -1,7 +1,7 @@
 """What `flatshift plan` computes beside what was published (sizes, states, bubbles, FLOPs, and seconds of a step) and
 beside the memory that updates took here.
 
-    python -m benchmarks.plan_validation [GROUP …]      # exact states lora times own sharded search
+    python -m benchmarks.plan_validation [GROUP …]      # exact states lora reserved times own sharded search
 
 Peers of the groups exact, states, lora and times are printed figures of papers and of libraries' own reports, read at
 the places that the rows name. Throughput: its constants were fitted on Table 1 of 2104.04473 alone; every other table
@@ -94,6 +94,14 @@ TABLE_5 = (
     ((96, 12288, 96, 8, 8, 64, 64), 1, 3, 18.13, 13.75),
     ((105, 20480, 128, 8, 35, 280, 280), 1, 3, 49.05, 37.83),
     ((128, 25600, 160, 8, 64, 512, 512), 1, 1, 94.42, 71.49),
+)
+# PEFT's method_comparison on an L40S: Llama-3.2-3B in bf16, adapters in float32, 4 × 768 tokens; most GB reserved.
+QUERIES = ("q_proj", "v_proj")
+RESERVED = (
+    (Adapter(rank=32, targets=QUERIES), 22.29),
+    (Adapter(rank=64, targets=QUERIES), 22.55),
+    (Adapter(rank=10, targets=("gate_proj", "up_proj", "down_proj")), 24.70),
+    (Adapter(rank=32, targets=QUERIES, dora=True), 24.53),
 )
 MT_NLG = ((2240, 60.1), (2800, 50.2), (3360, 44.4))
 BUBBLES = (
@@ -369,6 +377,29 @@ def lora(bench: Benchmark) -> None:
     _rated(bench, "Llama 3 70 B, GFLOP of a token under LoRA", per_token, 278.1, 0.005, "GFLOP", "Megatron-Bridge")
 
 
+def loop_gigabytes(adapter: Adapter) -> float:
+    """Memory of PEFT's own loop: the plan's for ours, and what that one holds besides. It makes all logits (12 bytes a
+    word and token: in bf16, in float32, their softmax and gradient), keeps a float32 copy of the input of each adapter,
+    and of DoRA's B the outputs in float32 too, and repeats keys and values; it does not keep inputs of frozen layers.
+    """
+    train = Train(precision="bf16", max_length=768, batch_size=4)
+    tokens, sizes = train.batch_size * train.max_length, read_sizes("llama-3.2-3b", adapter)
+    needs = predict_footprint(sizes, mesh=Mesh(), adapter=adapter, train=train)
+    copies = 4 * sizes.inputs - 2 * (2 * sizes.hidden + sizes.feed_forward)
+    repeated = 4 * (sizes.heads - sizes.groups) * sizes.head
+    outputs = 2 * sum(sizes.adapted_widths) if adapter.dora else 0
+    kept = needs.activations + tokens * len(sizes.blocks) * (copies + repeated + outputs)
+    return dataclasses.replace(needs, activations=kept, work=12 * tokens * sizes.vocabulary, logits=0).total / 1e9
+
+
+def reserved(bench: Benchmark) -> None:
+    """Memory that others measured on a GPU."""
+    for adapter, published in RESERVED:
+        kind = f"{'DoRA' if adapter.dora else 'LoRA'} of rank {adapter.rank}, {len(adapter.targets)} layers a block"
+        what = f"memory of PEFT's loop, {kind}"
+        _rated(bench, what, loop_gigabytes(adapter), published, 0.05, "GB", "PEFT's method_comparison")
+
+
 @functools.cache
 def _slack() -> MemoryOverhead | None:
     return measure_overhead()
@@ -424,6 +455,7 @@ GROUPS: dict[str, Callable[[Benchmark], None]] = {
     "exact": exact,
     "states": states,
     "lora": lora,
+    "reserved": reserved,
     "times": times,
     "own": functools.partial(own, ranks=1),
     "sharded": functools.partial(own, ranks=2),

@@ -160,7 +160,7 @@ def guide(document: dict[str, Any], study: str) -> str:
         f"budget, target, trial and failed run is in the report, which `{command(study)} --report report.html` draws.",
         "",
         f"The arm minus {base}, mean over targets, seed-paired; perplexity of test texts after the warm-up, lower is "
-        "better. Intervals are t-intervals over seeds.",
+        "better. The interval over targets is what another target may expect; that over seeds holds for these.",
         "",
         *table(*tables.arms_table(document)),
         "",

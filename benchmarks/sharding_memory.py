@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from benchmarks import _sharding_peers as peers
@@ -26,7 +27,9 @@ from benchmarks._harness import Benchmark, PeakMemory, anonymous_rss, on_ranks
 from benchmarks._limited import limited_rows
 from benchmarks._sized import Sizes, Updates, save_backbone
 from flatshift.finetune.compute.memory import process_bytes
+from flatshift.finetune.config import Optimizer
 from flatshift.finetune.parallel.layout import local_part
+from flatshift.finetune.train.checkpointer import Checkpointer
 
 BIG = Sizes(hidden=768, inner=2048, blocks=12, vocabulary=8192, rows=2, tokens=32)
 TINY = Sizes(hidden=64, inner=128, blocks=2, vocabulary=256, rows=2, tokens=32)
@@ -78,6 +81,42 @@ def ours(
         return updates
 
     return measure(load, tiny, big, Sizes(**sizes) if sizes else BIG) | results
+
+
+def checkpointer_of(updates: Updates, folder: str) -> Checkpointer:
+    """One that saves the updates' state in `folder`, as of step 1."""
+    run = SimpleNamespace(state=Path(folder), log=lambda line: None, sync_metrics=lambda stage: None)
+    run.stage = lambda name: Path(folder)
+    settings = {"name": "stage", "train": updates.train, "optimizer": Optimizer(), "seed": 0}
+    stage: Any = SimpleNamespace(run=run, regularizer=updates.regularizer, **settings)
+    checkpointer = Checkpointer(updates.engine, updates.optimizer, stage)
+    checkpointer.progress.step = 1
+    return checkpointer
+
+
+def saving(
+    big: str, mesh: dict[str, Any], rank: int, folder: str, sizes: dict[str, int] | None = None
+) -> dict[str, float]:
+    """Peaks while a checkpoint of an adapter of rank `rank` and its moments is saved and restored, above the level
+    before; the bytes of all its tensors, and of the parts of them that this rank has."""
+    s = Sizes(**sizes) if sizes else BIG
+    updates = Updates(big, mesh, vocabulary=s.vocabulary, rows=s.rows, tokens=s.tokens, rank=rank)
+    updates(0)
+    checkpointer = checkpointer_of(updates, folder)
+    checkpointer.save()  # the first time loads modules
+    checkpointer.restore()
+    gc.collect()
+    with PeakMemory(0.001) as saved:
+        checkpointer.progress.step = 2
+        checkpointer.save()
+    gc.collect()
+    with PeakMemory(0.001) as restored:
+        checkpointer.restore()
+    tensors: list[Any] = [*updates.engine.parameters.values()]
+    for moments in updates.optimizer.moments().values():
+        tensors += moments.values()
+    whole, own = sum(t.numel() * t.itemsize for t in tensors), sum(local_part(t).nbytes for t in tensors)
+    return {"saving": saved.bytes, "restoring": restored.bytes, "states": whole, "own": own}
 
 
 def held(engine: Any) -> dict[str, float]:
@@ -142,6 +181,10 @@ def main() -> None:
                 for key, what in figures.items():
                     title = f"dp {ranks}: {what}"
                     bench.row(title, "bytes", ours=mine[key], peer=other.get(key), peer_name=peer, reason=reason)
+        state = worst("saving", 2, big=models["big"], mesh={"dp": 2}, rank=64, folder=f"{folder}/state")
+        for key in ("saving", "restoring"):
+            what = f"dp 2: peak while {key} a checkpoint of rank 64"
+            bench.row(what, "bytes", ours=state[key], peer=state["own"], peer_name="a rank's part", maximum=0.25)
         limited_rows(bench, folder)
     bench.finish()
 

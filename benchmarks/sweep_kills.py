@@ -1,12 +1,11 @@
 """`kill -9` at random moments of `flatshift sweep --jobs 4`, resumed each time: its tables beside an undisturbed one's.
 
-    python -m benchmarks.sweep_kills [--kills 20] [--hosts 10]
+    python -m benchmarks.sweep_kills [--kills 20]
 
 A kill hits one worker (the sweep goes on), the main process alone (its workers find out that they are orphans), or the
 main process and all its workers at once; during the start, or at a random moment after some cells were begun. A sweep
 takes several kills before it is let finish; a worker at a cell that lost one before is spared, since two deaths make
-a cell a failure. Then so many kills of whole "hosts", process groups of which two share one directory (`--shared`); who
-was killed comes back at once. No cell may be lost, none that is finished may be started again, none may be started
+a cell a failure. No cell may be lost, none that is finished may be started again, none may be started
 twice without a kill in between, and the tables must be those of the sweep that nothing happened to.
 """
 
@@ -28,7 +27,7 @@ import pyarrow.parquet as pq
 from benchmarks._commands import QUICK, WAIT_S, children_of, finish, start, wait_until
 from benchmarks._harness import Benchmark
 
-JOBS, KILLS_A_SWEEP, LEASE_S = 4, 10, 4
+JOBS, KILLS_A_SWEEP = 4, 10
 RANKS, SEEDS = (1, 2, 3, 4, 6, 8), 4
 SETTINGS = f"""{QUICK} --train.steps 3 --train.batch_size 2 --train.max_length 16 --adapter.dropout 0.05
     --data.train.limit 24 --data.test.limit 16 --record.per_doubling 1 --record.heldout_rows 8"""
@@ -163,7 +162,7 @@ class Tally:
         self.lost += len(keys[0] - keys[1])
         self.again += watch.again()
         self.same += equal
-        self.leftovers += len(list(watch.out.rglob(".*.tmp"))) + len(list(watch.out.glob(".claims")))
+        self.leftovers += len(list(watch.out.rglob(".*.tmp")))
         print(f"  sweep {self.sweeps}: {'same tables' if equal else 'OTHER TABLES'}", flush=True)
 
     def rows(self, bench: Benchmark, title: str) -> None:
@@ -193,31 +192,10 @@ def kill_one_host(folder: Path, result: Tally, wanted: int, draw: random.Random)
     return result
 
 
-def kill_two_hosts(folder: Path, result: Tally, wanted: int, draw: random.Random) -> Tally:
-    """Kills of one of two process groups that share a sweep's directory; it comes back at once."""
-    shared = ("--shared", "--lease", str(LEASE_S))
-    while result.kills < wanted:
-        result.sweeps += 1
-        watch, last = Watch(folder / f"shared-{result.sweeps}"), min(result.kills + KILLS_A_SWEEP, wanted)
-        hosts = [begin(watch.out, *shared, jobs=2) for _ in range(2)]
-        while result.kills < last and reach(hosts[draw.randrange(2)], watch, draw):
-            number = draw.randrange(2)
-            os.killpg(hosts[number].pid, signal.SIGKILL)
-            hosts[number].wait(timeout=WAIT_S)
-            watch.killed()
-            result.hit(watch, "host")
-            hosts[number] = begin(watch.out, *shared, jobs=2)
-        for host in hosts:
-            end(host, watch.out)
-        result.add(watch)
-    return result
-
-
 def main() -> None:
     """Measure and write benchmarks/results/sweep_kills.json."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--hosts", type=int, default=10)
     asked = parser.parse_args()
     bench = Benchmark("sweep_kills", packages=("torch", "transformers", "peft", "pyarrow"))
     with tempfile.TemporaryDirectory() as name:
@@ -226,8 +204,6 @@ def main() -> None:
         end(begin(whole), whole)
         one = kill_one_host(folder, Tally(whole), asked.kills, draw)
         one.rows(bench, f"a worker of {JOBS}, the main process, or all")
-        two = kill_two_hosts(folder, Tally(whole), asked.hosts, draw)
-        two.rows(bench, f"one of two hosts, leases of {LEASE_S} s")
     bench.finish()
 
 

@@ -182,7 +182,11 @@ class Adapter:
         return 2 * rank if self.alpha is None else self.alpha
 
 
-OptimizerKind = Literal["adamw", "adamw-8bit", "paged-adamw", "paged-adamw-8bit", "gauss-newton"]
+OptimizerKind = Literal[
+    "adamw", "adamw-8bit", "paged-adamw", "paged-adamw-8bit", "gauss-newton", "riemannian", "lora-muon"
+]
+FACTOR_OPTIMIZERS = ("riemannian", "lora-muon")
+"""Optimizers whose step of one LoRA factor depends on the other factor of its layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,12 +197,16 @@ class Optimizer:
     """`adamw`; or from bitsandbytes (extra `quant`, one process): `adamw-8bit` keeps its two moments in 8 bits with
     blocks of 256 values, the `paged` ones keep them in host memory that a CUDA device pages in. `gauss-newton`: every
     step solves the least-squares problem of the linearised model, for squared losses and small problems (all examples
-    and weights at once); set lr: 1, schedule: constant, warmup: 0 and clip: null."""
+    and weights at once); set lr: 1, schedule: constant, warmup: 0 and clip: null. Two for the factors of linear layers,
+    whose best rate should depend less on the rank, beside AdamW for all else that trains: `riemannian`, AdamW of the
+    gradients (BᵀB + δ)⁻¹∇A and ∇B(AAᵀ + δ)⁻¹ (2402.02347, as PEFT's); `lora-muon`, steps of equal spectral norm in BA,
+    half by A and half by B, along their momentum (2606.12921). `lr` is then 5 ÷ √width of the step's norm, as AdamW's
+    rates match those of torch's Muon."""
     lr: float = 1e-3
     """Peak learning rate."""
     weight_decay: float = 0.0
     """Decoupled weight decay of matrices; biases, norms and other vectors (DoRA's magnitudes) have none. For
-    gauss-newton, the λ of ‖residuals‖² + λ‖weights‖²."""
+    gauss-newton, the λ of ‖residuals‖² + λ‖weights‖²; lora-muon shrinks BA, not each factor, by lr · weight_decay."""
     fixed: tuple[Literal["a", "head"], ...] | None = None
     """Parameters that keep their initial values but are saved with the rest: `a`, the factors A, so that only B trains
     (LoRA-FA, 2308.03303); `head`, everything that is not LoRA."""
@@ -214,6 +222,8 @@ class Optimizer:
     """Maximum global gradient norm; null: no clipping."""
     lora_plus: float | None = None
     """LoRA+: ratio of the learning rate of the B factors to that of everything else; null: off."""
+    damping: float | None = None
+    """δ of riemannian and lora-muon, added to the diagonals of BᵀB and AAᵀ before they are inverted; null: 0.01."""
 
     def __post_init__(self) -> None:
         check_bounds(self, lr=(0, None), weight_decay=(0, None), eps=(0, None), warmup=(0, 1), lora_plus=(1, None))
@@ -224,6 +234,14 @@ class Optimizer:
         if self.kind == "gauss-newton" and (self.clip is not None or self.lora_plus is not None):
             wrong = "clip" if self.clip is not None else "lora_plus"
             raise ValueError(f"{wrong} is of gradients; gauss-newton goes along none: set {wrong}: null")
+        check_bounds(self, damping=(0, None))
+        check_nonzero(self, damping="BᵀB, which begins at 0, could not be inverted; write null for 0.01")
+        if self.damping is not None and self.kind not in FACTOR_OPTIMIZERS:
+            raise ValueError(f"damping is of {' and '.join(FACTOR_OPTIMIZERS)}; kind is {self.kind}; leave it out")
+        if self.kind == "lora-muon" and self.lora_plus is not None:
+            raise ValueError("lora_plus: lora-muon gives A and B half of each step; set lora_plus: null")
+        if self.kind == "lora-muon" and self.lr * self.weight_decay >= 1:
+            raise ValueError(f"lr · weight_decay must be below 1, got {self.lr * self.weight_decay:g}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must each be at least 0 and below 1, got {list(self.betas)}")
 
@@ -379,9 +397,9 @@ class Mesh:
     zero: Literal[1, 2, 3] = 3
     """State sharded along dp: 3 weights too; 2 gradients and optimizer state of the adapter; 1 its optimizer state
     only."""
-    reshard: bool = True
+    reshard: bool | None = None
     """Free a block's gathered weights after its forward pass and gather them again for backward; false keeps them (half
-    the traffic, more memory)."""
+    the traffic, more memory), in a pipeline for all pieces of a step. null: true without a pipeline, false with one."""
     adapters: Literal["shard", "replicate"] = "shard"
     """Shard adapters along dp with their block, or replicate them and sum their gradients in one collective."""
     offload: bool = False
@@ -403,6 +421,11 @@ class Mesh:
         check_bounds(self, replicate=(1, None), dp=(1, None), tp=(1, None), pp=(1, None), cp=(1, None))
         check_bounds(self, ep=(1, None))
         check_bounds(self, virtual=(1, None), microbatches=(1, None), stall=(5, None))
+
+    @property
+    def reshards(self) -> bool:
+        """True if gathered weights are freed after a forward pass."""
+        return self.pp == 1 if self.reshard is None else self.reshard
 
     @property
     def size(self) -> int:

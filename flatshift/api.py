@@ -44,7 +44,7 @@ def draw_report(directory: Path, *parts: Path) -> Path:
 def load_recipe(reference: str | Path | None = None, overrides: Overrides | None = None) -> Resolved:
     """Load a recipe file or shipped recipe, apply `overrides` and validate the result.
 
-    reference: a path, a shipped name (`flatshift recipes list`), or None for the defaults alone.
+    reference: a path, a shipped name (`flatshift recipes`), or None for the defaults alone.
     Returns the argument of `train`, `select` and `sweep`: `.recipe` is the tree of frozen dataclasses, `.to_yaml()` its
     text. Raises UserError that names the key, with the nearest valid one.
 

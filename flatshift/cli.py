@@ -38,7 +38,7 @@ _PATH_ERRORS = {
 def _usage_text() -> str:
     width = max(map(len, commands.SUMMARIES))
     rows = "\n".join(f"  {name.ljust(width)}  {summary}" for name, summary in commands.SUMMARIES.items())
-    epilogue = "`flatshift COMMAND --help` explains one. Start with `flatshift demo`, or `flatshift recipes list`.\n"
+    epilogue = "`flatshift COMMAND --help` explains one. Start with `flatshift demo`, or `flatshift recipes`.\n"
     return f"usage: flatshift COMMAND [...]\n\n{rows}\n\n{epilogue}"
 
 

@@ -44,7 +44,10 @@ _BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "max_new_tokens": (1, MAX_LENGTH),
     "window": (2, MAX_LENGTH),
     "top_p": (1e-6, 1),
-    "lease": (1, 86_400),
+    "cpus": (1, 4096),
+    "gpus": (0, 1024),
+    "time": (1, 366 * 24 * 60),
+    "retries": (0, 1000),
     "every": (1, 86_400),
 }
 """Least and largest value of a flag; a flag name has the same bounds in every command."""
@@ -145,6 +148,19 @@ def data_override(files: tuple[str, ...], overrides: Sequence[Any]) -> list[Any]
     overrides = [*overrides, from_override("data.train.files", files, "--data")]
     refuse_contradictions(overrides)
     return overrides
+
+
+def print_json(value: Any) -> None:
+    """Print plain values as JSON."""
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def print_result(value: Any, text: str, *, as_json: bool) -> None:
+    """Print plain values as JSON (`--json`), or a text on them."""
+    if as_json:
+        print_json(value)
+    else:
+        print(text)
 
 
 def parse_flags(flags: type[FlagsT], name: str, argv: Sequence[str]) -> FlagsT:

@@ -187,6 +187,36 @@ def _training_commands(path: Path, recipe: dict[str, Any]) -> list[list[str]]:
     return commands
 
 
+def summarize_sweep(path: Path) -> dict[str, Any]:
+    """Return the setting with the lowest error and the verdict on each curve, as plain values. Raises UserError for a
+    sweep that cannot be read."""
+    from flatshift.experiments.results.analysis import SweepAnalysis
+    from flatshift.experiments.results.sweep import read_sweep
+
+    data = read_sweep(path)
+    if data is None:
+        return {"directory": str(path), "figure": None, "best": None, "majority": None, "verdicts": []}
+    column = data.error_columns()[0]
+    best = data.best(column)
+    verdicts = [
+        {
+            "axis": curve.axis,
+            "setting": curve.setting,
+            "kind": curve.verdict.kind,
+            "evidence": list(curve.verdict.evidence),
+            "seeds_needed": curve.verdict.seeds_needed,
+        }
+        for curve in SweepAnalysis(data).curves
+    ]
+    return {
+        "directory": str(path),
+        "figure": column,
+        "best": None if best is None else {"setting": best[0], **dataclasses.asdict(best[1])},
+        "majority": data.majority_error(column),
+        "verdicts": verdicts,
+    }
+
+
 def print_sweep_outcome(path: Path, argv: Sequence[str]) -> None:
     """Print the setting with the lowest error, the verdicts and the next commands.
 

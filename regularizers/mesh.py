@@ -79,7 +79,7 @@ class Placement:
 
         if not tensors:
             return torch.zeros(0, dtype=torch.float64)
-        norms = [torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64) for tensor in tensors.values()]
+        norms = torch._foreach_norm([tensor.detach() for tensor in tensors.values()], dtype=torch.float64)
         return torch.stack(norms).square()
 
     def full_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -28,6 +28,7 @@ MUST_HOLD = (
     "flatshift/finetune/backbones/flatshift-encoder-3m/model.safetensors",
     "flatshift/finetune/backbones/flatshift-t5-3m/model.safetensors",
     "flatshift/finetune/samples/pool.jsonl.xz",
+    "flatshift/experiments/recipe/gallery.yaml",
     "flatshift/experiments/recipes/warmup.yaml",
     "flatshift/py.typed",
 )

@@ -1,5 +1,5 @@
 """mkdocs hooks: make the README the home of the site, build its tabs from the headings of docs/index.md, and add linked
-files outside docs/.
+files outside docs/, and llms.txt, the index for programs.
 
 make docs        # builds site/ from docs/, strictly: a broken link fails it
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,26 @@ def on_files(files: Any, config: Any) -> Any:
     files.remove(files.get_file_from_path("index.md"))
     for name, path in _added_files().items():
         files.append(File.generated(config, name, content=path.read_text(encoding="utf-8")))
+    addresses = {file.src_uri: file.url for file in files.documentation_pages()}
+    files.append(File.generated(config, "llms.txt", content=llms_text(addresses)))
     return files
+
+
+def llms_text(addresses: Mapping[str, str]) -> str:
+    """Return the index of the site for programs (llmstxt.org): AGENTS.md, then all pages by heading of docs/index.md.
+
+    addresses: path in the site → address of the page.
+    """
+
+    def with_address(match: re.Match[str]) -> str:
+        address = addresses.get(_site_path((ROOT / match["target"]).resolve()))
+        return str(match["title"]) if address is None else f"[{match['title']}]({address})"
+
+    lines = [_LINK.sub(with_address, (ROOT / "AGENTS.md").read_text(encoding="utf-8"))]
+    for heading, rows in read_sections().items():
+        pages = [(title, _site_path((DOCS / page).resolve())) for row in rows for title, page in row]
+        lines += [f"## {heading}\n", *(f"- [{title}]({addresses[page]})" for title, page in pages), ""]
+    return "\n".join(lines)
 
 
 def _added_files() -> dict[str, Path]:

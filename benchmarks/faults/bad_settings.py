@@ -133,7 +133,7 @@ def _of_commands(root: Path) -> Iterator[BadInput]:
     }
     beside = {
         ("sweep", "--points"): ("--design", "random"),
-        ("sweep", "--lease"): ("--shared",),
+        **{("sweep", flag): ("--on", "slurm") for flag in ("--cpus", "--gpus", "--memory", "--time")},
         ("sweep", "--epsilon"): ("--bisect", "data.train.limit"),
         ("select", "--epsilon"): ("--method", "gotd"),
     }

@@ -408,18 +408,28 @@ def choose_recording(recipe: Recipe, prepared: PreparedData) -> Recording | None
     )
 
 
-def prepare_warm_up_data(recipe: Recipe, files: Sequence[str], columns: Columns, task: Task) -> PreparedData:
-    """Encode the rows of `files` as training examples of `task`, for a warm-up."""
-    rows = require_rows(read_rows(files, columns=columns), files=files, purpose="warm-up")
+def prepare_warm_up_data(
+    recipe: Recipe, files: Sequence[str], columns: Columns, task: Task, own: Sequence[Row] = ()
+) -> PreparedData:
+    """Encode the rows of `files` and the target's `own` as training examples of `task`, for a warm-up that reads
+    `warmup.own` of its tokens from the latter."""
+    assert recipe.warmup is not None
+    selected = require_rows(read_rows(files, columns=columns), files=files, purpose="warm-up") if files else ()
+    sources = {"selected": selected, "own": (Row({"text": row.values["text"]}, row.id, row.where) for row in own)}
+    used = [name for name, there in (("selected", files), ("own", own)) if there]
     encoded = encode_rows(
         recipe,
-        (("train", 0, row) for row in rows),
+        (("train", number, row) for number, name in enumerate(used) for row in sources[name]),
         task=task,
         labels=None,
         paths=[str(path) for path in expand_files(files)],
+        source_count=len(used),
         name="warm-up",
     )
     train, notes = encoded.splits["train"], tuple(iter_position_warnings(recipe, encoded.splits.values()))
+    weights = {"selected": 1 - recipe.warmup.own, "own": recipe.warmup.own}
+    mixture = Mixture(tuple(used), tuple(weights[name] for name in used), tuple(encoded.sizes), weigh="tokens")
     return PreparedData(
-        train, [], [], None, encoded.truncated, encoded.skipped, [], dropped=encoded.dropped, notes=notes
-    )
+        train, [], [], None, encoded.truncated, encoded.skipped, [], dropped=encoded.dropped,
+        mixture=mixture if len(used) > 1 else None, notes=notes,
+    )  # fmt: skip

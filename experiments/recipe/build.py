@@ -168,7 +168,7 @@ def _build_plain(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
         value_hint = typing.get_args(hint)[1]
         origins[path] = tree.location
         if value_hint is Any:
-            return _to_python(tree)
+            return to_python(tree)
         return {key: _build_value(value_hint, child, f"{path}.{key}", {}) for key, child in tree.children.items()}
     if hint is str and tree.location.startswith("--") and tree.text:
         origins[path] = tree.location  # text is taken as typed: `{text}` is a template, not a mapping; 1 is "1"
@@ -188,12 +188,12 @@ def _build_plain(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
     return _build_scalar(hint, tree, path)
 
 
-def _to_python(tree: Tree) -> Any:
+def to_python(tree: Tree) -> Any:
     if isinstance(tree, Leaf):
         return tree.value
     if isinstance(tree, Items):
-        return [_to_python(item) for item in tree.items]
-    return {key: _to_python(child) for key, child in tree.children.items()}
+        return [to_python(item) for item in tree.items]
+    return {key: to_python(child) for key, child in tree.children.items()}
 
 
 def _unescape(text: str) -> str:

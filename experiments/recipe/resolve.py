@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flatshift.experiments.recipe.build import Origins, build_settings, field_names, suggest_nearest
+from flatshift.experiments.recipe.gallery import gallery_recipes
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import (
     Branch,
@@ -39,6 +40,9 @@ from flatshift.finetune.run_directory import resume_command
 Named = TypeVar("Named", Files, TrainFiles, Source)
 Text = TypeVar("Text", str, str | None)
 _SHIPPED = Path(__file__).resolve().parent.parent / "recipes"
+_GALLERY = "gallery recipe "
+"""Beginning of the origins of a gallery recipe's values, before its name and line."""
+_SHIPPED_ORIGINS = (str(_SHIPPED), _GALLERY)
 _DEFAULT = "default"
 """Origin of values that nobody set."""
 _HOLDOUT = 0.1
@@ -84,25 +88,30 @@ def _with_origins(tree: Tree, origins: Origins, path: str = "") -> Tree:
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Return name → file of the recipes that ship with Flatshift."""
+    """Return name → file of the recipes that ship with Flatshift, without those of the gallery."""
     return {path.stem: path for path in sorted(_SHIPPED.glob("*.yaml"))}
 
 
-def shipped_recipe(name: str) -> Path:
-    """Return the file of a shipped recipe. Raises UserError with the nearest name."""
-    shipped = shipped_recipes()
+def read_shipped_recipe(name: str) -> str:
+    """Return the YAML of a shipped recipe or one of the gallery. Raises UserError with the nearest name."""
+    shipped, gallery = shipped_recipes(), gallery_recipes()
+    if name in gallery:
+        return gallery[name].text
     if name not in shipped:
-        raise UserError(f"no shipped recipe is called {name!r}{suggest_nearest(name, shipped)}")
-    return shipped[name]
+        raise UserError(f"no shipped recipe is called {name!r}{suggest_nearest(name, (*shipped, *gallery))}")
+    return shipped[name].read_text(encoding="utf-8")
 
 
-def _find_recipe_file(reference: str, beside: Path | None = None) -> Path:
-    path = Path(reference)
+def _find_recipe(reference: str, beside: Path | None = None) -> Path | str:
+    """Return the file of a recipe, or the name of one of the gallery."""
+    path, shipped = Path(reference), shipped_recipes()
     candidate = beside.parent / path if beside is not None and not path.is_absolute() else path
     if candidate.is_file():
         return candidate
-    if reference in shipped_recipes():
-        return shipped_recipe(reference)
+    if reference in shipped:
+        return shipped[reference]
+    if reference in gallery_recipes():
+        return reference
     if candidate.is_dir():
         raise UserError(
             f"{reference} is a directory, not a recipe; to continue a run use `{resume_command(reference)}`"
@@ -110,24 +119,26 @@ def _find_recipe_file(reference: str, beside: Path | None = None) -> Path:
     if candidate.exists():
         raise UserError(f"{reference} is a pipe, socket or device, not a recipe; write it to a file first")
     raise UserError(
-        f"recipe {reference!r} is neither a file nor a shipped recipe{suggest_nearest(reference, shipped_recipes())}"
+        f"recipe {reference!r} is neither a file nor a shipped recipe"
+        f"{suggest_nearest(reference, (*shipped, *gallery_recipes()))}"
     )
 
 
-def _read_recipe(path: Path, parents: tuple[Path, ...] = ()) -> Tree:
-    path = path.resolve()
+def _read_recipe(recipe: Path | str, parents: tuple[Path, ...] = ()) -> Tree:
+    """Return the tree of a file, or of the gallery's recipe of that name, merged over what it extends."""
+    path = recipe.resolve() if isinstance(recipe, Path) else _SHIPPED / recipe
     if path in parents:
         raise UserError(f"{path}: `extends` goes in a circle: {' → '.join(str(p.name) for p in (*parents, path))}")
-    tree = parse_file(path)
+    tree = parse_file(path) if isinstance(recipe, Path) else parse(gallery_recipes()[recipe].text, _GALLERY + recipe)
     if not isinstance(tree, Branch):
         raise UserError(f"{path}:1: a recipe is a mapping of settings")
     base = tree.children.get("extends")
     if isinstance(base, Leaf) and isinstance(base.value, str):
         try:
-            base_path = _find_recipe_file(base.value, path)
+            base_recipe = _find_recipe(base.value, path)
         except UserError as error:
             raise UserError(f"{base.location}: {error}") from None
-        tree = apply_overrides(_read_recipe(base_path, (*parents, path)), (tree,))
+        tree = apply_overrides(_read_recipe(base_recipe, (*parents, path)), (tree,))
     return tree
 
 
@@ -145,7 +156,7 @@ def load_recipe(
 
 def recipe_tree(reference: str) -> Branch:
     """Return the tree of a recipe file or shipped recipe, merged over what it extends and not yet validated."""
-    tree = _read_recipe(_find_recipe_file(reference))
+    tree = _read_recipe(_find_recipe(reference))
     assert isinstance(tree, Branch)
     return tree
 
@@ -211,7 +222,7 @@ def _replace_sample_splits(tree: Tree) -> Tree:
 def _drop_shipped_split(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origins]:
     """Drop a shipped recipe's `train.overlong: split` if the task has no pieces or `train.truncation` is set."""
     train = recipe.train
-    if train.overlong != "split" or not origins.get("train.overlong", "").startswith(str(_SHIPPED)):
+    if train.overlong != "split" or not origins.get("train.overlong", "").startswith(_SHIPPED_ORIGINS):
         return recipe, origins
     if recipe.task.traits.splits_documents and train.truncation is None:
         return recipe, origins
@@ -224,7 +235,7 @@ def _drop_shipped_split(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origi
 def is_given(resolved: Resolved, key: str) -> bool:
     """True if the user set a key, rather than a default or a shipped recipe."""
     origin = resolved.origins.get(key, _DEFAULT)
-    return origin != _DEFAULT and not origin.startswith(str(_SHIPPED))
+    return origin != _DEFAULT and not origin.startswith(_SHIPPED_ORIGINS)
 
 
 def _get_subtree(tree: Tree, *path: str) -> Tree | None:
@@ -238,7 +249,7 @@ def _get_subtree(tree: Tree, *path: str) -> Tree | None:
 
 
 def _is_shipped(tree: Tree) -> bool:
-    return tree.location.startswith(str(_SHIPPED))
+    return tree.location.startswith(_SHIPPED_ORIGINS)
 
 
 def _leaf_texts(tree: Tree) -> list[str]:
@@ -399,6 +410,20 @@ def resume_recipe(run: Path, overrides: Sequence[Branch] = (), *, other_rows: bo
             )
     changed = {key: origin for key, origin in origins.items() if old.get(key) != new.get(key)}
     return Resolved(with_template_copy(run, after), run.name, read_origins(path, before) | changed)
+
+
+def recipe_like(run: Path, overrides: Sequence[Branch] = ()) -> Resolved:
+    """The recipe of an existing run directory for a new run, with any overrides on top.
+
+    Steps that the run counted from `train.epochs` are epochs again. Raises UserError as `resume_recipe` and
+    `load_recipe` do.
+    """
+    before = resume_recipe(run)
+    tree = before.tree()
+    origin = before.origins.get("train.steps", _DEFAULT)
+    if counted := re.match(r"train\.epochs (\S+) of ", origin):
+        tree = apply_overrides(tree, (from_override("train.epochs", counted[1], origin),))
+    return resolve_tree(tree, overrides, name=run.resolve().name)
 
 
 def read_origins(path: Path, recipe: Recipe) -> Origins:

@@ -12,6 +12,7 @@ from typing import Any
 
 from flatshift.experiments.recipe.schema import Recipe, WarmUp, warm_up_task
 from flatshift.finetune.compute.cuda_status import resolve_device
+from flatshift.finetune.config import FACTOR_OPTIMIZERS
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.backbone import check_task, open_backbone
 from flatshift.finetune.models.quantize import check_available
@@ -104,7 +105,7 @@ RULES: tuple[RecipeRule, ...] = (
     ),
     RecipeRule(
         "optimizer.kind: {it} is for one process; leave mesh.auto off, or take adamw",
-        lambda r: r.mesh.auto and r.optimizer.kind != "adamw" and r.optimizer.kind,
+        lambda r: r.mesh.auto and r.optimizer.kind not in ("adamw", *FACTOR_OPTIMIZERS) and r.optimizer.kind,
     ),
     RecipeRule(
         "optimizer.kind: gauss-newton solves least squares; it needs {it}",
@@ -150,6 +151,11 @@ RULES: tuple[RecipeRule, ...] = (
         and r.adapter.soft_tokens is not None,
     ),
     RecipeRule(
+        "record.sharpness is of a loss whose slope the gradient is, and that of task.dft leaves out its weights; leave "
+        "one of them out",
+        lambda r: r.record is not None and r.record.sharpness and r.task.dft,
+    ),
+    RecipeRule(
         "adapter.projector: the rows of a warm-up are texts without features; leave the recipe's `warmup` block out",
         lambda r: r.warmup is not None and r.adapter.projector is not None,
     ),
@@ -159,8 +165,14 @@ RULES: tuple[RecipeRule, ...] = (
         lambda r: r.warmup is not None and r.adapter.soft_tokens is not None,
     ),
     RecipeRule(
-        "the recipe has a `warmup` block but no `select` block: name a pool in select.pool.files",
-        lambda r: r.warmup is not None and r.select is None,
+        "the recipe has a `warmup` block but no `select` block: name a pool in select.pool.files, or read the target's "
+        "own texts alone with warmup.own: 1",
+        lambda r: r.warmup is not None and r.select is None and r.warmup.own < 1,
+    ),
+    RecipeRule(
+        "warmup.own: 1 reads the training rows alone and no selection; leave the `select` block out (--select null), "
+        "or take a share below 1",
+        lambda r: r.warmup is not None and r.select is not None and r.warmup.own == 1,
     ),
     RecipeRule(
         "select.from: the recipe has no `warmup` block to train on that selection; add --warmup.steps 100, or train on "

@@ -92,8 +92,8 @@ class Select:
 
 @dataclass(frozen=True, kw_only=True)
 class WarmUp:
-    """Light fine-tune on the selection before the main one: language modelling with the same adapter and
-    regularizer."""
+    """Light fine-tune on the selection, the target's own texts or both before the main one: language modelling with the
+    same adapter and regularizer."""
 
     task: LanguageModel | MaskedLM | None = None
     """Objective of the warm-up; null: masked language modelling for an encoder, causal for a decoder."""
@@ -105,9 +105,13 @@ class WarmUp:
     """Examples of one micro-batch."""
     accumulate: int = 1
     """Micro-batches of one optimizer step."""
+    own: float = 0.0
+    """Share of the warm-up's tokens that come from the target's own texts, without their labels
+    (`select.target.files`, else the training rows); they are repeated where they are few. 1 reads them alone, without
+    a `select` block (task-adaptive pretraining, 2004.10964)."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, steps=(1, None), lr=(0, None), batch_size=(1, None), accumulate=(1, None))
+        check_bounds(self, steps=(1, None), lr=(0, None), batch_size=(1, None), accumulate=(1, None), own=(0, 1))
         check_bounds(self, steps=(None, MAX_STEPS))
         check_nonzero(self, lr="the warm-up would train nothing; to go without one, leave the `warmup` block out")
 
@@ -284,7 +288,27 @@ def _check_learning_rates(name: str, rates: tuple[float, ...]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepOptions:
+class ExecutorOptions:
+    """Place where the cells of a study run, and the resources of each."""
+
+    on: str = "local"
+    """local: processes of this machine; ray, or ray:HOST:PORT: tasks of a Ray cluster (the one this machine belongs
+    to, or the one at that address); slurm: jobs of an array, where --out is on a disk that all nodes see."""
+    cpus: int | None = None
+    """CPUs, and threads, of a cell (--on ray or slurm); 1 by default."""
+    gpus: int | None = None
+    """GPUs of a cell (--on ray or slurm); by default 1 if train.device is cuda, else 0."""
+    memory: float | None = None
+    """GiB of memory of a cell (--on ray or slurm); by default the most that `flatshift plan` predicts, if this machine
+    was calibrated (`flatshift plan --calibrate`)."""
+    time: int | None = None
+    """Minutes after which Slurm requeues a cell (--on slurm); 60 by default."""
+    retries: int = 1
+    """Times that a cell is run again whose worker died."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions(ExecutorOptions):
     """Cells of a sweep and the way they are run; None: the value in the recipe's `sweep` block, or the default."""
 
     grid: tuple[str, ...] | None = None
@@ -301,7 +325,8 @@ class SweepOptions:
     epsilon: float | None = None
     """Mean train error up to which rows count as fitted (--bisect); 0.1 by default."""
     jobs: int | None = None
-    """Processes that work on cells at the same time; by default one for each CUDA device, else 1."""
+    """Cells that run at the same time; by default one for each CUDA device, else 1, and as many as a cluster has room
+    for."""
     devices: str = "auto"
     """auto (every CUDA device), cpu, or CUDA numbers such as 0,1; processes get them in turn."""
     max_cells: int | None = None
@@ -310,11 +335,6 @@ class SweepOptions:
     """i/n: run only this part of the cells, in a separate directory (for job arrays without a shared disk)."""
     merge: tuple[Path, ...] = ()
     """Sweep directories whose finished cells are gathered in --out; nothing is trained, a missing cell is refused."""
-    shared: bool = False
-    """Take part in a sweep whose --out is shared by several hosts: start the same command on each. Each cell is trained
-    by one host; the cells of a dead host are taken over."""
-    lease: float | None = None
-    """Seconds without a heartbeat after which another host's cell is taken over (--shared); 60 by default."""
     until: Literal["decided"] | None = None
     """decided: add seeds in steps, up to --seeds, until every curve has a verdict; the error level is split among the
     tests."""
@@ -429,6 +449,7 @@ TRAINING_ROWS = 1000
 _LATER: dict[tuple[str, str], Any] = {
     ("optimizer", "kind"): "adamw",
     ("mesh", "ep"): 1,
+    ("warmup", "own"): 0.0,
     ("train", "compile"): False,
     ("train", "skip_nonfinite"): 0,
     ("train", "weigh"): "rows",
@@ -436,6 +457,7 @@ _LATER: dict[tuple[str, str], Any] = {
     ("train", "backbone_precision"): "same",
     ("train", "deterministic"): False,
     ("task", "metrics"): (),
+    ("task", "dft"): False,
     ("columns", "messages"): "messages",
     ("columns", "tools"): "tools",
     ("columns", "system"): "system",

@@ -200,6 +200,12 @@ def parse_file(path: Path) -> Tree:
     return parse(text, str(path))
 
 
+def dump(values: Mapping[str, Any]) -> str:
+    """Return plain values as YAML, with mappings and lists of scalars in one line each."""
+    text: str = yaml.safe_dump(dict(values), default_flow_style=None, sort_keys=False, allow_unicode=True, width=120)
+    return text
+
+
 def merge(lower: Tree, upper: Tree) -> Tree:
     """Merge `upper` over `lower`: mappings merge key by key, everything else is replaced.
 

@@ -12,7 +12,7 @@ import traceback
 import unicodedata
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -186,6 +186,12 @@ _MIN_TARGETS = 10
 _MIN_DISTINCT = 0.5
 """Smallest ratio of distinct records to repetitions; a selection below it consists mostly of repeats."""
 _WORDS = re.compile(r"\w+|[^\w\s]+")
+_PARTS = re.compile(r"(\s*)(\w+|[^\w\s])")
+_COMMON_WORDS = 300
+"""Words of the pool that say nothing of a domain, at most; of a small vocabulary a tenth."""
+_FORM_GAIN, _WORDS_GAIN = 0.1, 0.05
+"""A choice has the target's form and not its domain where it closes more than the first share of the pool's distance in
+form and less than the second in words."""
 
 
 def profile_selection(recipe: Recipe, sides: PoolAndTarget, selector: Selector, chosen: np.ndarray) -> dict[str, Any]:
@@ -208,6 +214,8 @@ def profile_selection(recipe: Recipe, sides: PoolAndTarget, selector: Selector, 
         "pool": rows.take(sample).texts[:],
     }
     profile: dict[str, Any] = {side: _profile_texts(side_texts) for side, side_texts in texts.items()}
+    for side, figures in _compare_with_target(texts).items():
+        profile[side] |= figures
     known = {_letters_only(text) for text in target}
     profile["selection"]["also_in_target"] = sum(_letters_only(text) in known for text in texts["selection"])
     if sides.domains[0] is not None:
@@ -234,6 +242,50 @@ def _profile_texts(texts: Sequence[str]) -> dict[str, Any]:
         "scripts": _largest_shares([_main_script(text) for text in texts]),
         "repeats": sum(count - 1 for count in plain.values()) / len(texts),
     }
+
+
+def _compare_with_target(texts: Mapping[str, Sequence[str]]) -> dict[str, dict[str, float]]:
+    """Return how alike selection and pool are to the target, 0 to 1: in `form` (case, digits, marks and spacing, no
+    word) and in `words` beyond the pool's commonest, in lower case. The pool counts with as many texts as the
+    selection, since likeness of words grows with their number."""
+    pool_words = _count_words(texts["pool"])
+    common = {word for word, _ in pool_words.most_common(min(_COMMON_WORDS, len(pool_words) // 10))}
+    stride = max(1, len(texts["pool"]) // max(1, len(texts["selection"])))
+    sides = {"selection": texts["selection"], "pool": texts["pool"][::stride]}
+    form = _count_shapes(texts["target"])
+    words = _without(_count_words(texts["target"]), common)
+    return {
+        side: {
+            "form": _likeness(form, _count_shapes(some)),
+            "words_alike": _likeness(words, _without(_count_words(some), common)),
+        }
+        for side, some in sides.items()
+    }
+
+
+def _likeness(first: Counter[Any], second: Counter[Any]) -> float:
+    """Return Bhattacharyya's coefficient Σ √(p q) of two distributions given by counts."""
+    scale = max(1, first.total()) * max(1, second.total())
+    return float(sum((count * second[key] / scale) ** 0.5 for key, count in first.items() if key in second))
+
+
+def _without(counts: Counter[str], words: Collection[str]) -> Counter[str]:
+    return Counter({word: count for word, count in counts.items() if word not in words})
+
+
+def _count_words(texts: Sequence[str]) -> Counter[str]:
+    return Counter(word for text in texts for word in re.findall(r"\w+", text.lower()))
+
+
+def _count_shapes(texts: Sequence[str]) -> Counter[tuple[str, bool]]:
+    """Count the parts of texts by case or mark, and whether a space precedes them."""
+    parts = (match for text in texts for match in _PARTS.findall(text))
+    return Counter((_case(part) if part[0].isalnum() else part, bool(space)) for space, part in parts)
+
+
+def _case(word: str) -> str:
+    cases = ("isdigit", "islower", "istitle", "isupper")
+    return next((case for case in cases if getattr(word, case)()), "mixed")
 
 
 def _letters_only(text: str) -> str:
@@ -317,6 +369,13 @@ def _warnings(profile: dict[str, Any], targets: int) -> list[str]:
         sentences.append(
             f"most target texts are in {script} script, and {selection['scripts'].get(script, 0.0):.0%} of the chosen "
             "records are; the pool, or the tokenizer, does not know it"
+        )
+    form, words = ((selection[key] - pool[key]) / max(1e-9, 1 - pool[key]) for key in ("form", "words_alike"))
+    if form > _FORM_GAIN and words < _WORDS_GAIN:
+        sentences.append(
+            f"the chosen records are like the target in form (case, marks and spacing: {selection['form']:.2f}, a draw "
+            f"of the pool {pool['form']:.2f}) and not in words ({selection['words_alike']:.2f}, "
+            f"{pool['words_alike']:.2f}); write both in one form first, or compare --method dsir"
         )
     if "sources" in selection:
         name, share = next(iter(selection["sources"].items()))

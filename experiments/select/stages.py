@@ -77,14 +77,14 @@ def _check_settings(spec: Select) -> None:
 
 
 @dataclass(frozen=True)
-class Executor:
+class ShardExecutor:
     """Executor of `--on`: its kind, and the number of workers, the partition or the address that follows a colon."""
 
     kind: str
     detail: str = ""
 
     @classmethod
-    def parse(cls, text: str) -> Executor:
+    def parse(cls, text: str) -> ShardExecutor:
         """Parse `--on`. Raises UserError if it is malformed, or a package or program is missing."""
         kind, colon, detail = text.partition(":")
         if kind not in ("local", "slurm", "ray") or (colon and not detail):
@@ -122,7 +122,7 @@ class Stages:
 
     def __init__(self, on: str, spec: Select, directory: Path, console: Console):
         _check_settings(spec)
-        self.executor, self.directory, self.console = Executor.parse(on), directory.absolute(), console
+        self.executor, self.directory, self.console = ShardExecutor.parse(on), directory.absolute(), console
         self._stack = contextlib.ExitStack()
         self._store: tuple[Sequence[Path], Columns, Sequence[int]] = [], Columns(), []
         self._pool_digest = ""

@@ -36,9 +36,7 @@ def read_target(recipe: Recipe, console: Console) -> tuple[Records, list[Row]]:
     spec, data = select_settings(recipe), recipe.data
     if not spec.target.files:
         rows = read_splits(recipe)  # after holdout and limit, so no evaluation text is seen
-        bad = next((row for row in rows.train if not isinstance(row.values.get("text"), str)), None)
-        if bad is not None:
-            raise UserError(f"{bad.where}: no text to select for; name select.target.files or set data.columns.text")
+        require_texts(rows.train, "name select.target.files or set data.columns.text")
         return Records(rows.train, rows.skipped, rows.records), []
     # The limit applies after the holdout, as in a run.
     records = read_records(replace(spec.target, limit=None), spec, recipe.train.seed, "target")
@@ -65,6 +63,14 @@ def read_target(recipe: Recipe, console: Console) -> tuple[Records, list[Row]]:
             )
     limited = limit_rows(records.rows, spec.target.limit, seed=derive_seed(recipe.train.seed, "limit", "target"))
     return replace(records, rows=limited), held_out
+
+
+def require_texts(rows: Sequence[Row], cure: str) -> Sequence[Row]:
+    """Return `rows`. Raises UserError, ending with `cure`, for the first without a text."""
+    bad = next((row for row in rows if not isinstance(row.values.get("text"), str)), None)
+    if bad is not None:
+        raise UserError(f"{bad.where}: no text of the target; {cure}")
+    return rows
 
 
 def target_record(recipe: Recipe, skipped: Sequence[str]) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def make_cell(
         evaluation = dataclasses.replace(resolved.recipe.eval, train_limit=TRAINING_ROWS)
         resolved = dataclasses.replace(resolved, recipe=dataclasses.replace(resolved.recipe, eval=evaluation))
     digests = [file_digest(path) for path in list_input_files(resolved.recipe)]
-    digests += _backbone_digests(resolved.recipe.backbone)
+    digests += backbone_digests(resolved.recipe.backbone)
     digests += settings_digests(resolved.recipe)
     return Cell(recipe_key(resolved.recipe, digests), point, seed, resolved, written or {})
 
@@ -113,7 +113,7 @@ def settings_digests(recipe: Recipe) -> list[list[str]]:
 
 
 @functools.cache
-def _backbone_digests(name: str) -> list[list[str]]:
+def backbone_digests(name: str) -> list[list[str]]:
     """Return [file, digest] of weights, configuration and tokenizer in a local directory; none for any other name."""
     directory = user_path(name)
     if name.startswith("package:") or assets.backbone_directory(name) is not None or not directory.is_dir():

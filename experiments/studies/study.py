@@ -7,9 +7,12 @@ computed from the files, so a restart repeats them. Failed cells are tried again
 from __future__ import annotations
 
 import dataclasses
+import math
+import shutil
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from flatshift.experiments.recipe import Resolved
 from flatshift.experiments.recipe.auto import resolve_auto_tree
@@ -19,9 +22,10 @@ from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.results.cells import read_result
 from flatshift.experiments.run.console import Console
-from flatshift.experiments.studies.cell import Cell
+from flatshift.experiments.studies.cell import Cell, CellResult, capture_result, finish_cell
 from flatshift.experiments.studies.directory import WORKERS, write_done
-from flatshift.experiments.studies.queue import DevicePlacement, RunCell, run_cells, run_logged
+from flatshift.experiments.studies.executors import Executor, RunCell, run_logged
+from flatshift.experiments.studies.queue import run_cells
 from flatshift.finetune.atomic import has_only_leftovers, make_directory, remove_leftovers, write_json, write_text
 from flatshift.finetune.data.files import expand_files
 from flatshift.finetune.data.formats import HUB, SAMPLE
@@ -29,6 +33,9 @@ from flatshift.finetune.digests import DONE
 from flatshift.finetune.errors import Interrupted, UserError, is_remote
 from flatshift.finetune.lock import INSIDE, exclusive_lock
 from flatshift.finetune.run_directory import COMMAND, ENVIRONMENT, write_provenance
+
+if TYPE_CHECKING:
+    from flatshift.experiments.workflows.error_forecast import ForecastAxes
 
 RECIPE = "study.recipe.yaml"
 Document = dict[str, Any]
@@ -149,19 +156,18 @@ def run_study_cells(
 
 
 class CellBatches:
-    """Cells of one study, run batch by batch in `jobs` processes of one thread each (1: in this one). run: how a cell
-    is run."""
+    """Cells of one study, run batch by batch by `executor`. run: how a cell is run."""
 
     def __init__(
         self,
         out: Path,
+        executor: Executor,
         *,
-        jobs: int,
         console: Console,
         label: str,
         run: RunCell = run_logged,
     ) -> None:
-        self.out, self.jobs, self.console, self.label = out, jobs, console, label
+        self.out, self.executor, self.console, self.label = out, executor, console, label
         self._run = run
         self._tried: set[str] = set()
 
@@ -188,7 +194,7 @@ class CellBatches:
         run_cells(
             self.out,
             todo,
-            DevicePlacement(self.jobs, own_threads=1),
+            self.executor,
             self.console,
             label=f"{self.label}, {title}",
             rerun={cell.key for cell in todo},
@@ -197,3 +203,47 @@ class CellBatches:
 
     def _read(self, cell: Cell) -> dict[str, Any] | None:
         return read_result(self.out / "cells" / cell.key)
+
+
+def forecast_rows_by(
+    executor: Executor, resolved: Resolved, axes: ForecastAxes, console: Console, out: Path
+) -> list[dict[str, Any]]:
+    """Return the rows of every draw, each computed as a cell by `executor`. out: unfinished directory of the forecast.
+    Raises UserError for a draw that failed."""
+    study = out / "draws"
+    seed = resolved.recipe.train.seed
+    cells = [Cell(f"draw-{number}", {"draw": number}, seed + number, resolved) for number in range(axes.draws)]
+    run_cells(study, cells, executor, console, label="forecast", run=partial(run_draw, axes))
+    rows: list[dict[str, Any]] = []
+    for cell in cells:
+        result = executor.collect(cell)
+        assert result is not None
+        if result["status"] != "done":
+            raise UserError(f"forecast: draw {cell.point['draw']} {result['status']}: {result['reason']}")
+        # JSON has no NaN, and no figure of a row is missing.
+        rows += [{k: math.nan if v is None else v for k, v in row.items()} for row in result["figures"]["rows"]]
+    shutil.rmtree(study)
+    return rows
+
+
+def run_draw(axes: ForecastAxes, out: Path, cell: Cell, threads: int | None) -> bool:
+    """Compute one draw in its directory of `out` and write its result.json last."""
+    directory = out / "cells" / cell.key
+    recipe = cell.resolved.recipe
+    recipe = dataclasses.replace(
+        recipe, train=dataclasses.replace(recipe.train, threads=recipe.train.threads or threads)
+    )
+
+    def measure() -> CellResult:
+        from flatshift.experiments.workflows.error_forecast import draw_rows
+
+        rows = draw_rows(recipe, axes, cell.point["draw"])
+        return CellResult("done", figures={"rows": [_without_nan(row) for row in rows]})
+
+    result, fit = capture_result(measure, directory)
+    finish_cell(directory, cell, result)
+    return fit
+
+
+def _without_nan(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in row.items()}

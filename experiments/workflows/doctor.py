@@ -97,7 +97,7 @@ def read_requirements() -> list[Requirement]:
         for extra, required in project["optional-dependencies"].items():
             for line in required:
                 need, _, marker = line.partition(";")
-                lines.append(f"{need}; {f'({marker}) and ' if marker else ''}extra == \"{extra}\"")
+                lines.append(f'{need}; {f"({marker}) and " if marker else ""}extra == "{extra}"')
     return [Requirement(line) for line in lines]
 
 

@@ -14,7 +14,7 @@ import csv
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -283,34 +283,43 @@ def _count_train_rows(recipe: Recipe) -> int:
     return len(prepared.train)
 
 
-def forecast_rows(recipe: Recipe, axes: ForecastAxes, console: Console) -> list[dict[str, Any]]:
-    """Return a row for every setting and draw: its axes, `seed`, metrics of train, test and left-out rows,
+def draw_rows(recipe: Recipe, axes: ForecastAxes, number: int) -> list[dict[str, Any]]:
+    """Return a row for every setting of one draw: its axes, `seed`, metrics of train, test and left-out rows,
     `effective`."""
+    train = dataclasses.replace(recipe.train, seed=recipe.train.seed + number)
+    recipes = {
+        noise: dataclasses.replace(recipe, train=train, data=dataclasses.replace(recipe.data, label_noise=noise))
+        for noise in {0.0, *axes.noises}
+    }
+    prepared = prepare_data(recipes[0.0])
+    noisy = {noise: _label_array((prepare_data(recipes[noise]) if noise else prepared).train) for noise in axes.noises}
+    return _forecast_draw(recipes[0.0], axes, prepared, noisy)
+
+
+def forecast_rows(resolved: Resolved, axes: ForecastAxes, console: Console, out: Path) -> list[dict[str, Any]]:
+    """Return the rows of every draw, computed in this process."""
     rows: list[dict[str, Any]] = []
     with console.task("forecast", axes.draws, "draws") as progress:
         for number in range(axes.draws):
-            train = dataclasses.replace(recipe.train, seed=recipe.train.seed + number)
-            recipes = {
-                noise: dataclasses.replace(
-                    recipe, train=train, data=dataclasses.replace(recipe.data, label_noise=noise)
-                )
-                for noise in {0.0, *axes.noises}
-            }
-            prepared = prepare_data(recipes[0.0])
-            noisy = {
-                noise: _label_array((prepare_data(recipes[noise]) if noise else prepared).train)
-                for noise in axes.noises
-            }
-            rows += _forecast_draw(recipes[0.0], axes, prepared, noisy)
+            rows += draw_rows(resolved.recipe, axes, number)
             progress(number + 1)
     return rows
 
 
-def forecast_into(resolved: Resolved, out: Path, *, quiet: bool = False, draw: Draw, **axes: Any) -> dict[str, Any]:
+def forecast_into(
+    resolved: Resolved,
+    out: Path,
+    *,
+    quiet: bool = False,
+    draw: Draw,
+    compute: Callable[[Resolved, ForecastAxes, Console, Path], list[dict[str, Any]]] = forecast_rows,
+    **axes: Any,
+) -> dict[str, Any]:
     """Forecast the error of a recipe into the new directory `out`, written completely or not at all: cells.parquet (a
     row per setting and draw), points.csv, forecast.json, which is returned, and a page.
 
-    axes: arguments of `build_axes`. Raises UserError for an `out` that holds anything, a recipe that is not linear, too
+    compute: returns the rows of all draws; it may use the unfinished directory for files of its own. axes: arguments of
+    `build_axes`. Raises UserError for an `out` that holds anything, a recipe that is not linear, too
     few rows, or labels that are all alike.
     """
     check_linear(resolved.recipe)
@@ -324,7 +333,7 @@ def forecast_into(resolved: Resolved, out: Path, *, quiet: bool = False, draw: D
             console.say(line)
         started = time.process_time()
         chosen = build_axes(resolved.recipe, _count_train_rows(resolved.recipe), **axes)
-        rows = forecast_rows(resolved.recipe, chosen, console)
+        rows = compute(resolved, chosen, console, temporary)
         document = summarise_forecast(resolved.recipe, chosen, rows)
         document["cpu_seconds"] = round(time.process_time() - started, 2)
         _write_tables(temporary, rows, document)

@@ -25,7 +25,7 @@ from flatshift.finetune.planner.devices import Cluster, detect_devices
 from flatshift.finetune.planner.footprint import plan_evaluation
 from flatshift.finetune.planner.layouts import Layout, best_layout, enumerate_layouts, format_table
 from flatshift.finetune.planner.rules import RuleSettings
-from flatshift.finetune.planner.sizes import BackboneSizes, read_sizes
+from flatshift.finetune.planner.sizes import BackboneSizes, known_shape, read_sizes
 from flatshift.finetune.planner.throughput import DEVICES, PUBLISHED
 from flatshift.finetune.seeds import derive_seed
 
@@ -69,7 +69,8 @@ def plan_mesh(
     resolved, data = load_recipe(recipe, overrides), None
     counted = resolved.recipe.train.epochs is None
     own = any(not name.startswith(SAMPLE) for name in resolved.recipe.data.train.all_files)
-    if not counted and tokens is None and (own or model is None):
+    at_hand = model is None and known_shape(resolved.recipe.backbone) is None
+    if not counted and tokens is None and (own or at_hand):
         rows = prepare_data(resolved.recipe).train
         lengths = ColumnarExamples.of(rows).ragged("input_ids")
         resolved = epochs_to_steps(resolved, rows, seed=derive_seed(resolved.recipe.train.seed, FINE_TUNE))

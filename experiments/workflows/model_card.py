@@ -161,7 +161,8 @@ def _format_summary(path: Path, recipe: Recipe) -> str:
     steps = _describe_steps(path, FINE_TUNE, f" of {train.batch_size * train.accumulate} rows")
     text = f"{kind}; regularizer `{recipe.regularizer.kind}`; {steps}, seed {train.seed}"
     if recipe.warmup is not None:
-        text += f", after a warm-up of {_describe_steps(path, WARM_UP)} on selected data"
+        read = ["selected data"] * (recipe.warmup.own < 1) + ["the target's own texts"] * (recipe.warmup.own > 0)
+        text += f", after a warm-up of {_describe_steps(path, WARM_UP)} on {' and '.join(read)}"
     return text + ". Made with Flatshift.\n"
 
 

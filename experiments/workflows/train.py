@@ -27,6 +27,7 @@ from flatshift.experiments.data.splits import (
     format_data_checks,
     prepare_data,
     prepare_warm_up_data,
+    read_splits,
     sample_split_warning,
 )
 from flatshift.experiments.recipe import Resolved, resume_recipe
@@ -38,7 +39,7 @@ from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console, Draw
 from flatshift.experiments.run.resumable_directory import open_resumable
 from flatshift.experiments.select.select import select_into
-from flatshift.experiments.select.target import check_target
+from flatshift.experiments.select.target import check_target, read_target, require_texts
 from flatshift.experiments.workflows.build import (
     COLD,
     COLD_ROWS,
@@ -71,6 +72,7 @@ from flatshift.finetune.atomic import fsync_directory, read_json_object, write_j
 from flatshift.finetune.data.encoding import find_end_tokens
 from flatshift.finetune.data.files import describe_files
 from flatshift.finetune.data.labels import fold_units
+from flatshift.finetune.data.rows import Row
 from flatshift.finetune.digests import DONE, FILES, check_files, copy_recorded_files
 from flatshift.finetune.errors import OutOfMemory, UserError
 from flatshift.finetune.launch import consistency, spawn, watchdog
@@ -257,7 +259,8 @@ def execute_parts(context: RunContext, prepared: PreparedData) -> dict[str, Any]
     context.console.outline(format_data_checks(prepared), format_data_checks(prepared, whole=True))
     previous = None
     if recipe.warmup is not None:
-        _select(context)
+        if recipe.select is not None:
+            _select(context)
         previous = _warm_up(context)
     plan = StagePlan(FINE_TUNE, recipe.task, prepared, recipe.optimizer, recipe.train, previous)
     with open_stage(context, plan) as stage:
@@ -300,12 +303,15 @@ def _warm_up(context: RunContext) -> Path:
     task, reason = warm_up_task(recipe)
     context.console.say(f"warm-up: {task.kind}, {reason}")
     check_settings(RuleSettings(recipe.mesh, recipe.train, recipe.adapter, task))
-    columns = recipe.select.columns if recipe.select is not None else recipe.data.columns
-    check_files(folder)
+    columns, files = recipe.data.columns, []
+    if recipe.select is not None:
+        check_files(folder)
+        columns, files = recipe.select.columns, [str(folder / "selected.jsonl")]
+    own = _read_own_texts(recipe, context.console) if warmup.own else ()
     plan = StagePlan(
         name=WARM_UP,
         task=task,
-        prepared=prepare_warm_up_data(recipe, [str(folder / "selected.jsonl")], columns, task),
+        prepared=prepare_warm_up_data(recipe, files, columns, task, own),
         optimizer=dataclasses.replace(recipe.optimizer, lr=warmup.lr),
         train=dataclasses.replace(
             recipe.train,
@@ -335,6 +341,13 @@ def _warm_up(context: RunContext) -> Path:
             world.wait()
         model = stage.model = None  # memory may not hold two
     return stage.adapter
+
+
+def _read_own_texts(recipe: Recipe, console: Console) -> Sequence[Row]:
+    """Return the texts that a selection has as its target; no evaluation row is among them."""
+    if recipe.select is not None:
+        return read_target(recipe, console)[0].rows
+    return require_texts(read_splits(recipe).train, "warmup.own reads it; set data.columns.text")
 
 
 def _evaluate(context: RunContext, prepared: PreparedData, stage: OpenStage) -> dict[str, dict[str, Any]]:

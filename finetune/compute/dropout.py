@@ -3,7 +3,8 @@
 Each element is dropped or kept by 16 bits of a hash of (seed, optimizer step, module, call, global row of the step's
 batch, token or head and query, feature or key): SplitMix64 as in `flatshift.regularizers.layers.signs`, one word for
 four neighbours of the last dim. So ranks that share tokens draw the same mask, ranks that split rows, tokens, heads or
-features each draw their part, and a recomputed block draws the same mask again. No generator is used.
+features each draw their part, and a recomputed block draws the same mask again. No generator is used. On a GPU the hash
+is compiled into one kernel: one by one its operations take longer to launch than a LoRA layer takes to compute.
 
 Models call dropout in modules, in functions and inside attention, and draw noise for their routers, so a `DropoutPass`
 intercepts these calls in a torch function mode; the module in the hash is the innermost one being called.
@@ -11,9 +12,10 @@ intercepts these calls in a torch function mode; the module in the hash is the i
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -28,6 +30,8 @@ from flatshift.regularizers.layers.signs import counter_values, layer_uid, mix64
 
 LANES = 4
 """Elements decided by one word."""
+ONE_KERNEL = {"realize_opcount_threshold": 1 << 20, "realize_reads_threshold": 1 << 20}
+"""Inductor's options under which it does not store the hash of the leading dims between two kernels."""
 _STEPS = 1 << 16
 """Resolution of a rate: it is rounded to a multiple of 1/65536, and kept elements are scaled by exactly that."""
 
@@ -56,7 +60,7 @@ class KeyedDropout:
 
         tokens: per row, on this rank.
         """
-        return DropoutPass(self, step_id(self.seed, step), first_row, rows, tokens, {})
+        return DropoutPass(self, step_id(self.seed, step), first_row, rows, tokens, {}, {})
 
 
 class _ThreadState(threading.local):
@@ -71,12 +75,21 @@ class DropoutPass(TorchFunctionMode):
     """Context that draws the dropout masks for the rows of one forward pass."""
 
     def __init__(
-        self, keyed: KeyedDropout, step: int, first_row: int, rows: int, tokens: int, calls: dict[tuple[str, int], int]
+        self,
+        keyed: KeyedDropout,
+        step: int,
+        first_row: int,
+        rows: int,
+        tokens: int,
+        calls: dict[tuple[str, int], int],
+        counters: dict[tuple[Any, ...], Tensor],
     ) -> None:
         super().__init__()
         self._keyed, self._step, self._first, self._rows, self._tokens = keyed, step, first_row, rows, tokens
         self._calls = calls
         """Number of draws per module and first query."""
+        self._counters = counters
+        """Counter values of the indices drawn at so far: layers of one size share them."""
         self._query = 0
         """Global position of the first query of an attention."""
 
@@ -131,16 +144,16 @@ class DropoutPass(TorchFunctionMode):
     def _mask(self, shape: torch.Size, rate: float, device: torch.device) -> tuple[Tensor, float]:
         """Return the kept elements, bool of `shape`, and the factor that scales them."""
         threshold = round(rate * _STEPS)
-        kept = self._lanes(shape, device) >= threshold - _STEPS // 2
+        kept = (self._lanes(shape, device) >= threshold - _STEPS // 2).reshape(shape)
         return kept, _STEPS / (_STEPS - threshold) if threshold < _STEPS else 0.0
 
     def _uniform(self, like: Tensor) -> Tensor:
         """Return draws between 0 and 1, both excluded, of 23 bits each, float32 of the shape of `like`."""
         high, low = (self._lanes(like.shape, like.device).int() + _STEPS // 2 for _ in range(2))
-        return (high * 2**7 + low // 2**9 + 0.5) / 2**23
+        return ((high * 2**7 + low // 2**9 + 0.5) / 2**23).reshape(like.shape)
 
     def _lanes(self, shape: torch.Size, device: torch.device) -> Tensor:
-        """Return 16 random bits for each element, int16 of `shape`."""
+        """Return 16 random bits for each element of `shape`, int16; a reshape gives that shape."""
         name = self._caller()
         call = self._calls.get((name, self._query), 0)
         self._calls[name, self._query] = call + 1
@@ -148,16 +161,14 @@ class DropoutPass(TorchFunctionMode):
         self._calls[name, 0] = max(self._calls.get((name, 0), 0), call + 1)
         *leading, (start, size) = self._coordinates(name, shape, device)
         lowest, highest = start // LANES, -(-(start + size) // LANES)
-        words: Tensor | int = to_int64(layer_uid(f"dropout {call} {name}")) ^ self._step
-        for indices in leading:
-            words = mix64((words if isinstance(words, int) else words[..., None]) + counter_values(indices))
-        last = counter_values(torch.arange(lowest, highest, device=device))
-        lanes = mix64_((words if isinstance(words, int) else words[..., None]) + last).view(torch.int16)
+        first, *others = *leading, self._count(lowest, highest - lowest, device)
+        first = first + (to_int64(layer_uid(f"dropout {call} {name}")) ^ self._step)
+        words = _hash_function(device.type == "cuda")(first, others)
         offset = start - lowest * LANES
-        return lanes[..., offset : offset + size].reshape(shape)
+        return words.view(torch.int16)[..., offset : offset + size]
 
     def _coordinates(self, name: str, shape: torch.Size, device: torch.device) -> list[Any]:
-        """Return the global indices of every dim but the last, and the first index and size of the last.
+        """Return the counter values of every dim but the last, and the first index and size of the last.
 
         A tensor is read as (rows, features), (rows · tokens, features), (rows, tokens, features), (rows, heads,
         queries, keys) or (rows · heads, queries, keys). Others are shared by all rows, as the relative positions of
@@ -168,24 +179,35 @@ class DropoutPass(TorchFunctionMode):
         if sizes[0] != self._rows and sizes[0] % self._rows == 0 and len(sizes) > 1 and not shared:
             sizes[:1] = [self._rows, sizes[0] // self._rows]
         first_row = self._first if sizes[0] == self._rows and not shared else 0
-        rows = torch.arange(first_row, first_row + sizes[0], device=device)
+        rows = self._count(first_row, sizes[0], device)
         if len(sizes) == 4:
             i = 0 if name in self._keyed.gathered else self._keyed.tensor[0]
-            heads = torch.arange(i * sizes[1], (i + 1) * sizes[1], device=device)
-            queries = torch.arange(self._query, self._query + sizes[2], device=device)
+            heads, queries = self._count(i * sizes[1], sizes[1], device), self._count(self._query, sizes[2], device)
             return [rows, heads, queries, (0, sizes[3])]
-        others = [torch.arange(size, device=device) for size in sizes[2:-1]]
-        tokens = [self._positions(sizes[1], device)] if len(sizes) > 2 else []
+        others = [self._count(0, size, device) for size in sizes[2:-1]]
+        tokens = [self._count_tokens(sizes[1], device)] if len(sizes) > 2 else []
         leading = [rows, *tokens, *others] if len(sizes) > 1 else []
         return [*leading, (self._keyed.columns.get(name, 0), sizes[-1])]
 
-    def _positions(self, tokens: int, device: torch.device) -> Tensor:
+    def _count(self, first: int, size: int, device: torch.device) -> Tensor:
+        """Return the counter values of `size` indices from `first`."""
+        key = first, size, device
+        if key not in self._counters:
+            self._counters[key] = counter_values(torch.arange(first, first + size, device=device))
+        return self._counters[key]
+
+    def _count_tokens(self, tokens: int, device: torch.device) -> Tensor:
+        """Return the counter values of this rank's tokens, if a row has `tokens` of them here."""
         keyed, (i, n) = self._keyed, self._keyed.tensor
         if not (keyed.splits_tokens and tokens * n == self._tokens):
             i, n = 0, 1
         if keyed.positions is None or tokens * n != self._tokens:
-            return torch.arange(i * tokens, (i + 1) * tokens, device=device)
-        return keyed.positions(self._tokens).to(device)[i * tokens : (i + 1) * tokens]
+            return self._count(i * tokens, tokens, device)
+        key = "tokens", tokens, device
+        if key not in self._counters:
+            own = keyed.positions(self._tokens).to(device)[i * tokens : (i + 1) * tokens]
+            self._counters[key] = counter_values(own)
+        return self._counters[key]
 
     def _caller(self) -> str:
         """Return the name of the module being called, found on the call stack: a function has no other way to identify
@@ -197,6 +219,32 @@ class DropoutPass(TorchFunctionMode):
                 return name
             frame = frame.f_back
         return ""
+
+
+def _hash_counters(first: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """Return a word for each combination of a key in `first` and a counter value of each of the `others`, int64."""
+    words = first
+    for counters in others:
+        words = mix64(words)[..., None] + counters
+    return mix64_(words)
+
+
+@functools.cache
+def _hash_function(compiled: bool) -> Callable[[Tensor, Sequence[Tensor]], Tensor]:
+    """Return `_hash_counters`; if `compiled`, as one kernel, unless this machine cannot compile for its GPU."""
+    if not compiled:
+        return _hash_counters
+    kernel = torch.compile(_hash_counters, dynamic=True, options=ONE_KERNEL)
+
+    def hash_counters(first: Tensor, others: Sequence[Tensor]) -> Tensor:
+        with torch.no_grad():
+            return kernel(first, others)
+
+    try:
+        hash_counters(torch.zeros(2, dtype=torch.int64, device="cuda"), [])
+    except RuntimeError:  # Triton or its C compiler is missing
+        return _hash_counters
+    return hash_counters
 
 
 _SHARED = ("pos_dropout", "sin_dropout", "cos_dropout")
@@ -236,7 +284,7 @@ def recompute_factory() -> Callable[[], DropoutPass] | None:
         return None
     now = _thread.passes[-1]
     calls = dict(now._calls)
-    return lambda: DropoutPass(now._keyed, now._step, now._first, now._rows, now._tokens, dict(calls))
+    return lambda: DropoutPass(now._keyed, now._step, now._first, now._rows, now._tokens, dict(calls), now._counters)
 
 
 @contextmanager

@@ -198,6 +198,8 @@ def choose_loss_kernel(
         return head
     if hasattr(head.linear, "vocabulary"):  # the ranks share its product
         return head
+    if task.dft:  # other kernels return no term per token
+        return head
     if train.deterministic:  # timings vary between runs, and the other kernels add in no fixed order
         return head
     kernels = available_kernels() if kernels is None else kernels

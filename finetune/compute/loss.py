@@ -69,11 +69,17 @@ class Head:
     scale: float = 1.0
     cap: float | None = None
 
-    def cross_entropy(self, hidden: Tensor, targets: Tensor, *, smoothing: float = 0.0) -> Tensor:
+    def cross_entropy(
+        self, hidden: Tensor, targets: Tensor, *, smoothing: float = 0.0, by_probability: bool = False
+    ) -> Tensor:
         """Return the loss summed over the rows of `hidden` [n, D], float32, without the logits of all of them at once.
 
         With `linear` sliced over ranks (`flatshift.finetune.parallel.tensor.vocabulary`) it is computed by all of them.
+        by_probability: weight each row's term (`weigh_by_probability`), which no `kernel` does.
         """
+        if by_probability:
+            terms = weigh_by_probability(self.cross_entropies(hidden, targets))
+            return terms.sum(dtype=capabilities(hidden.device).sums).float()
         hidden, vocabulary = self._scaled(hidden), getattr(self.linear, "vocabulary", None)
         if vocabulary is not None:
             loss: Tensor = vocabulary.cross_entropy(hidden, self.linear, targets, smoothing=smoothing, cap=self.cap)
@@ -134,6 +140,11 @@ class Head:
         return only
 
 
+def weigh_by_probability(terms: Tensor) -> Tensor:
+    """Return the terms −log p of target tokens times p, whose own gradient is left out (DFT, arXiv 2508.05629)."""
+    return terms * torch.exp(-terms.detach())
+
+
 def loss_sum(logits: Tensor, labels: Tensor, *, task: LossTask, chosen: Tensor | None = None) -> Tensor:
     """Return the loss summed over target items, float32 scalar: cross entropy in nats, or the task's `example_losses`.
 
@@ -146,6 +157,8 @@ def loss_sum(logits: Tensor, labels: Tensor, *, task: LossTask, chosen: Tensor |
     if task.traits.is_sequence_level:
         return task.example_losses(logits, labels).sum()
     rows, targets = select_targets(logits, labels, task, chosen)
+    if task.dft:
+        return weigh_by_probability(F.cross_entropy(rows.float(), targets, reduction="none")).sum()
     return F.cross_entropy(rows.float(), targets, reduction="sum", label_smoothing=task.smoothing)
 
 
@@ -167,7 +180,8 @@ def batch_loss(model: nn.Module, batch: Batch, *, task: LossTask, head: Head | N
 
     def cost(hidden: Tensor) -> Tensor:
         rows, targets = select_targets(hidden, batch.labels, task, _target_indices(batch))
-        return head.as_output(head.cross_entropy(rows, targets, smoothing=task.smoothing))
+        loss = head.cross_entropy(rows, targets, smoothing=task.smoothing, by_probability=task.dft)
+        return head.as_output(loss)
 
     with head.computing(cost), attention_kernel(batch.inputs), packed_attention.packed_batch(batch) as inputs:
         return head.from_logits(model(**inputs).logits).sum()

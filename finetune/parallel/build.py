@@ -185,7 +185,7 @@ def _build_mesh_engine(
     tokens = ContextParallel(world).attach(model) if mesh.cp > 1 else None
     checkpoint_activations(model, train.checkpointing)
     packed = pack_layers(model, layout)
-    sharding = shard(model, mesh=mesh, world=world, reshard=False if mesh.pp > 1 else None)
+    sharding = shard(model, mesh=mesh, world=world)
     materialize(model, world.device, offload=mesh.offload)
     began = time.monotonic()
     loaded = load_weights(model, checkpoint.without(packed), layout=layout, world=world)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from flatshift.regularizers.mesh import Placement
@@ -32,6 +34,7 @@ from ..adapters.adapter import (
     trainable,
     write_adapter,
 )
+from ..atomic import make_directory
 from ..compute.attention import drop_sample_offsets
 from ..compute.capabilities import copy_to_device
 from ..compute.dropout import DropoutPass, KeyedDropout
@@ -42,7 +45,16 @@ from ..errors import UserError
 from ..models.anatomy import position_limit, transformer_blocks
 from ..models.checkpoint import canonical_name
 from ..tasks import Task
-from .layout import Slice, TensorParallelLayout, copy_local_part, gather_full_tensors, local_part, sum_parts
+from .layout import (
+    Slice,
+    TensorParallelLayout,
+    copy_local_part,
+    gather_full_tensors,
+    join_parts,
+    local_part,
+    save_parts,
+    sum_parts,
+)
 from .mesh import DATA, EXPERT_SHARDS, TOKENS, ProcessMesh
 
 if TYPE_CHECKING:
@@ -369,14 +381,44 @@ class Engine:
         host = {name: tensor.detach().cpu() for name, tensor in items.items()}
         return self._merge(host, "pp")
 
+    def save_parts(
+        self,
+        folder: Path,
+        groups: Mapping[str, Mapping[str, Tensor]],
+        *,
+        wholes: Mapping[str, Mapping[str, Tensor]] = {},
+    ) -> None:
+        """Write files to `folder` from which `join_parts` makes those of one process; every rank its own, collective.
+
+        Args:
+            groups: tensors by group and by the name of the parameter that each is sharded like.
+            wholes: others, which are the same on every rank.
+        """
+        if self.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+        self.world.wait()
+        self.reshard()
+        make_directory(folder)
+        save_parts(folder / f"{self.world.rank}.safetensors", groups, layout=self.layout, world=self.world)
+        if self.is_main and wholes:
+            save_parts(folder / "whole.safetensors", wholes, layout=TensorParallelLayout(), world=self.world)
+        self.world.wait()
+
     def save_adapter(self, directory: Path) -> None:
         """Write the adapter as plain PEFT, re-opened and compared; on a mesh collective, written by the main rank."""
         if self.world.size == 1:
             save_adapter(self.model, directory)
             return
-        tensors = self.full_tensors(self.parameters)
+        folder = directory.with_name(f".{directory.name}.parts.tmp")
+        self.save_parts(folder, {"adapter": self.parameters})
         if self.is_main:
-            write_adapter(self.peft, tensors, directory)
+            try:
+                joined = folder / "joined"
+                join_parts(sorted(folder.iterdir()), joined)
+                tensors = {name.removeprefix("adapter/"): tensor for name, tensor in load_file(joined).items()}
+                write_adapter(self.peft, tensors, directory)
+            finally:
+                shutil.rmtree(folder)
         self.world.wait()
 
     def load_adapter(self, directory: Path, *, partial: bool = False) -> None:

@@ -69,7 +69,9 @@ def expert_parallel(model: nn.Module, *, world: ProcessMesh, layout: TensorParal
         for parameter in stacked_parameters(module).values():
             slicer.slice(parameter, 0)
         layer.num_experts //= width
-        vars(module)["forward"] = partial(_exchange_tokens, module.forward, layer.num_experts, world.group("ep"))
+        exchange = partial(_exchange_tokens, module.forward, layer.num_experts, world.group("ep"))
+        # every pass sends other numbers of tokens, each of which `torch.compile` would take for another graph
+        vars(module)["forward"] = torch.compiler.disable(exchange)
     layout.slices.update(slicer.layout.slices)
 
 

@@ -76,12 +76,11 @@ class Sharding:
             unit.reshard()
 
 
-def shard(model: nn.Module, *, mesh: Mesh, world: ProcessMesh, reshard: bool | None = None) -> Sharding:
+def shard(model: nn.Module, *, mesh: Mesh, world: ProcessMesh) -> Sharding:
     """Shard `model` in place over dp (and ep and cp), with copies along replicate; a no-op if these are 1.
 
     Args:
         model: on meta or real; a module with the children `part0`, `part1`, … is sharded part by part.
-        reshard: True to free a unit's weights after its forward pass; by default `mesh.reshard`.
 
     Raises UserError for `mesh.offload` without CUDA and `mesh.adapters: replicate` with `mesh.zero` 1 or 2,
     RuntimeError if FSDP2 left something unsharded.
@@ -105,7 +104,7 @@ def shard(model: nn.Module, *, mesh: Mesh, world: ProcessMesh, reshard: bool | N
     narrow = any(p.requires_grad and p.dtype != torch.float32 for p in parameters)
     options: dict[str, Any] = {
         "mesh": _fsdp_mesh(world, SHARDS),
-        "reshard_after_forward": mesh.reshard if reshard is None else reshard,
+        "reshard_after_forward": mesh.reshards,
         "shard_placement_fn": partial(_placement, world.width(*SHARDS)),
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32) if narrow else MixedPrecisionPolicy(),
         "offload_policy": CPUOffloadPolicy() if mesh.offload else OffloadPolicy(),

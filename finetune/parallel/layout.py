@@ -9,9 +9,15 @@ second. The same applies to a parameter's gradient and its optimizer moments.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from ..compute.capabilities import copy_to_device
+from ..config import MESH_AXES
 from .mesh import EXPERT_SHARDS, SHARDS, ProcessMesh
 
 if TYPE_CHECKING:
@@ -105,6 +112,8 @@ class TensorParallelLayout:
 
 
 Runs = tuple[tuple[int, int], ...]
+Placed = list[tuple[int, int, int]]
+"""Half-open runs of indices along a dim of a full tensor, each with its first index in the local part."""
 # Entries of a packed buffer start at a multiple of this many bytes, so that they can be viewed as any dtype.
 _ALIGNED = 16
 
@@ -151,6 +160,15 @@ def select_runs(runs: Runs, start: int, stop: int) -> Runs:
             selected.append((low, high))
         offset += last - first
     return tuple(selected)
+
+
+def place_runs(runs: Iterable[tuple[int, int]]) -> Placed:
+    """Return runs in local order with the local index of each."""
+    placed, offset = [], 0
+    for start, stop in runs:
+        placed.append((start, stop, offset))
+        offset += stop - start
+    return placed
 
 
 @torch.no_grad()
@@ -207,6 +225,73 @@ def gather_full_tensors(
             chunks = _all_gather_bytes({name: parts[name] for name in rank_slices}, shapes, world.group(axis), width)
             parts |= {name: _join_slices(chunks[name], slices) for name, slices in rank_slices.items()}
     return parts
+
+
+@torch.no_grad()
+def save_parts(
+    file: Path, groups: Mapping[str, Mapping[str, Tensor]], *, layout: TensorParallelLayout, world: ProcessMesh
+) -> None:
+    """Write this rank's parts of tensors as `group/name` to a safetensors file, without those that a rank before it
+    has too; no file if none is left.
+
+    groups: tensors by the canonical name of the parameter that each is sharded like.
+    """
+    from safetensors.torch import save_file
+
+    own, indices = {}, {}
+    for group, tensors in groups.items():
+        for name, tensor in tensors.items():
+            divided = {"pp", *itertools.chain(*layout.divided_over(name, tensor))}
+            part = local_part(tensor)
+            if (part.numel() or not tensor.numel()) and not any(
+                world.index(axis) for axis in MESH_AXES if axis not in divided
+            ):
+                own[f"{group}/{name}"] = part.cpu().contiguous()
+                runs = local_index_runs(tensor, layout.slices.get(name))
+                indices[f"{group}/{name}"] = json.dumps([layout.shape(name, tensor.shape), runs])
+    if own:
+        save_file(own, file, metadata=indices)
+
+
+@torch.no_grad()
+def join_parts(files: Iterable[Path], target: Path) -> None:
+    """Write the full tensors of which `save_parts` wrote parts to `files` to `target`, with one in memory at a time."""
+    from safetensors import safe_open
+
+    with contextlib.ExitStack() as stack:
+        parts: dict[str, list[tuple[Any, list[Runs]]]] = defaultdict(list)
+        shapes: dict[str, list[int]] = {}
+        for file in files:
+            source: Any = stack.enter_context(safe_open(file, "pt"))
+            for name, text in source.metadata().items():
+                shapes[name], runs = json.loads(text)
+                parts[name].append((source, runs))
+        firsts = {name: found[0][0] for name, found in parts.items()}
+        sizes = {name: firsts[name].get_tensor(name).itemsize for name in shapes}
+        header, end = {}, 0
+        for name in sorted(shapes, key=lambda name: (-sizes[name], name)):  # so every tensor is aligned
+            dtype, start = firsts[name].get_slice(name).get_dtype(), end
+            end += sizes[name] * math.prod(shapes[name])
+            header[name] = {"dtype": dtype, "shape": shapes[name], "data_offsets": [start, end]}
+        lines = json.dumps(header).encode()
+        lines += b" " * (-len(lines) % 8)
+        with target.open("wb") as output:
+            output.write(len(lines).to_bytes(8, "little") + lines)
+            for name in header:
+                whole = _join_part_files(name, parts[name], shapes[name])
+                output.write(whole.view(-1).view(torch.uint8).numpy())
+
+
+def _join_part_files(name: str, parts: Sequence[tuple[Any, list[Runs]]], shape: Sequence[int]) -> Tensor:
+    """Return the full tensor `name` from its parts, each an open file and the runs of indices per dim."""
+    pieces = [(source.get_tensor(name), runs) for source, runs in parts]
+    whole = pieces[0][0].new_empty(shape)
+    for piece, runs in pieces:
+        for placed in itertools.product(*map(place_runs, runs)):
+            target = tuple(slice(start, stop) for start, stop, _ in placed)
+            local = tuple(slice(first, first + stop - start) for start, stop, first in placed)
+            whole[target] = piece[local]
+    return whole
 
 
 def sum_parts(values: Tensor, divided: Sequence[tuple[tuple[str, ...], ...]], *, world: ProcessMesh) -> Tensor:

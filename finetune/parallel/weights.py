@@ -32,6 +32,7 @@ from ..models.backbone import REFUSED, quiet_transformers
 from ..models.checkpoint import CheckpointFiles, canonical_name, open_slice
 from ..models.quantize import BLOCK, import_bitsandbytes, is_four_bit
 from .layout import (
+    Placed,
     Runs,
     Slice,
     TensorParallelLayout,
@@ -39,6 +40,7 @@ from .layout import (
     gather_full_tensors,
     local_index_runs,
     local_part,
+    place_runs,
     select_runs,
 )
 from .mesh import ProcessMesh
@@ -47,9 +49,6 @@ _PIECE = 8 << 20  # bytes copied, or float32 values quantised, at once
 _NESTED_BLOCK = 256  # scales that share a scale of their own, in nf4-double
 ReadRows = Callable[[int, int], Tensor]
 """Rows `start` to `stop` of this rank's tensor-parallel part of a weight, in the files' dtype."""
-
-Placed = list[tuple[int, int, int]]
-"""Half-open runs of indices along a dim of a tensor in a file, each with its first index in the local tensor."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ def _file_parts(
     name: str, tensor: Tensor, checkpoint: CheckpointFiles, layout: TensorParallelLayout
 ) -> Iterator[_FilePart]:
     """Yield the parts of the files' tensors that make up this rank's part of the parameter or buffer `name`."""
-    dims = [_place(runs) for runs in local_index_runs(tensor, layout.slices.get(name))]
+    dims = [place_runs(runs) for runs in local_index_runs(tensor, layout.slices.get(name))]
     local = local_part(tensor)
     if name in checkpoint.keys:
         yield _FilePart(checkpoint.keys[name], local, dims)
@@ -164,11 +163,6 @@ def _file_parts(
         for start, stop, offset in experts:
             for expert in range(start, stop):
                 yield _FilePart(keys[expert], local[offset + expert - start], [own_rows, columns])
-
-
-def _place(runs: Runs) -> Placed:
-    offsets = itertools.accumulate((stop - start for start, stop in runs), initial=0)
-    return [(start, stop, offset) for (start, stop), offset in zip(runs, offsets, strict=False)]
 
 
 def _clip(placed: Placed, first: int, last: int) -> Placed:

@@ -28,7 +28,9 @@ _MAX_DEVICES = 1_000_000
 _NETWORK = 25.0  # GB/s of a device to other nodes, unless given
 _UNKNOWN = "A100-80"  # device whose rates rank the meshes of a device that is not in the table
 _ROW = r"(?:(?P<count>\d+)\s*[x×*]\s*)?(?P<name>[A-Za-z0-9]+?(?:-\d+)?)(?:@(?P<memory>\d+(?:\.\d+)?))?"
-"""Matches 64xH100-80, A100-80, L4@22."""
+"""Matches 64xH100-80, A100-80, L4@22, CPU@12."""
+_CPU = {"CPU": DeviceSpec(16 * GB, 8 * CORE.flops, 5 * CORE.bandwidth, CORE.link)}
+"""A machine without a CUDA device: rough rates of a laptop of eight cores, to be named with its own free memory."""
 
 
 @dataclass(frozen=True)
@@ -128,14 +130,15 @@ class Cluster:
         Raises UserError for an unknown device, and if the devices do not divide into nodes.
         """
         match = re.fullmatch(_ROW, text.strip())
-        names = {name.split("-")[0].lower(): name for name in DEVICES} | {name.lower(): name for name in DEVICES}
+        rows = DEVICES | _CPU
+        names = {name.split("-")[0].lower(): name for name in rows} | {name.lower(): name for name in rows}
         key = "" if match is None else match["name"].lower()
         name = names.get(key)
         if match is None or name is None:
             near = difflib.get_close_matches(key, names, n=1, cutoff=0.3)
             hint = names[near[0]] if near else "H100-80"
             raise UserError(
-                f"--gpus {text}: write COUNTxNAME, for example 8x{hint}; known are {', '.join(DEVICES)}; another "
+                f"--gpus {text}: write COUNTxNAME, for example 8x{hint}; known are {', '.join(rows)}; another "
                 "memory is written NAME@GB"
             )
         count = int(match["count"] or 1)
@@ -144,13 +147,15 @@ class Cluster:
         node = node or min(count, 8)
         if node < 1 or count % node:
             raise UserError(f"--node {node}: {count} devices do not divide into nodes of {node}; give a divisor")
-        device = DEVICES[name]
+        device = rows[name]
         if match["memory"]:
             device = dataclasses.replace(device, memory=float(match["memory"]) * GB)
         if link is not None:
             device = dataclasses.replace(device, link=link * GB)
-        room = Devices("cuda", node, int(device.memory)).each(1)
-        return cls(count, name, device, node, (network or _NETWORK) * GB, room, cached_constants(name) or PUBLISHED)
+        kind: Literal["cuda", "cpu"] = "cpu" if name in _CPU else "cuda"
+        room = Devices(kind, node, int(device.memory)).each(1)
+        constants = cached_constants(name) or PUBLISHED
+        return cls(count, name, device, node, (network or _NETWORK) * GB, room, constants, kind)
 
     @classmethod
     def at_hand(cls, devices: Devices, ranks: int, node: int) -> Cluster:

@@ -115,16 +115,21 @@ def predict_footprint(
     gathered = 0
     if shards > 1 and mesh.zero == 3:
         stage_share = stage - int(layers * absent_experts) // mesh.tp
-        gathered = stage_share + unit if mesh.pp > 1 or not mesh.reshard else 2 * unit
+        gathered = 2 * unit if mesh.reshards else stage_share + unit
     adapter_shards = shards if mesh.zero == 3 and mesh.adapters == "shard" else 1
     rows = rows or math.ceil(train.batch_size / (mesh.replicate * mesh.dp))
     tokens = rows * train.max_length
     sequences = _sequences_in_flight(mesh, train, rows)
     activations = int(_activation_bytes(backbone, mesh, adapter, train) * sequences)
+    block_experts = 0
+    if adapter.experts is not None:  # PEFT adds BA to the experts of a block, which are kept so for backward
+        block_experts = backbone.expert_elements * weight_width // (mesh.tp * mesh.ep)
+        activations += block_experts * (1 if train.checkpointing == "full" else layers)
     if packed and device == "cpu":
         activations += int(mask_bytes(layers, train) * sequences)
     state = _STATE_BYTES * backbone.adapter // (mesh.pp * adapter_shards)
-    work = work_bytes(backbone, mesh, adapter, train, rows, device)
+    # the gradient of the largest of their two maps, from which those of A and B are computed
+    work = max(work_bytes(backbone, mesh, adapter, train, rows, device), block_experts * 2 // 3)
     if mesh.pp == 1 and train.accumulate == 1:  # gradients grow while activations are freed
         work = max(0, work - state // 4)
     regularizer = regularizer or Plain()

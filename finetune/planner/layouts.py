@@ -43,7 +43,7 @@ CAUSES = {f.name: f.metadata["title"] for kind in (Footprint, StepSeconds) for f
 """Every cause of bytes or seconds of a layout → its title on a page."""
 _TIME_NOISE = 1.02  # ratio of times that the model cannot tell apart
 _RECOMPUTE = ("none", "selective", "full")
-_UNCOUNTED = ("train_whole", "soft_tokens", "experts", "bias")
+_UNCOUNTED = ("train_whole", "soft_tokens", "bias")
 """Adapter settings not covered by the formulas: parameters trained in addition to LoRA, or instead of it."""
 
 
@@ -135,7 +135,8 @@ class Layout:
         """Recipe lines to paste."""
         axes = ", ".join(f"{axis}: {width}" for axis, width in wide_axes(self.mesh).items())
         sequence = ", sequence_parallel: true" if self.mesh.sequence_parallel and axes else ""
-        lines = [f"mesh: {{{axes}{sequence}}}"] if axes else []
+        reshard = ", reshard: true" if self.mesh.reshard and self.mesh.pp > 1 else ""
+        lines = [f"mesh: {{{axes}{sequence}{reshard}}}"] if axes else []
         rows = f"batch_size: {self.train.batch_size}, accumulate: {self.train.accumulate}"
         return "\n".join([*lines, f"train: {{{rows}, checkpointing: {self.train.checkpointing}}}"])
 
@@ -179,12 +180,9 @@ def enumerate_layouts(
     free = [axis for axis in ("replicate", "dp", "tp", "pp") if getattr(requested, axis) == 1]
     best: dict[tuple[int, ...], Layout] = {}
     for mesh in enumerate_meshes(requested, cluster.count, free):
-        variants = [mesh]
+        variants = expert_variants(mesh, settings, sizes)
         if mesh.tp > 1 and not mesh.sequence_parallel:
             variants.append(dataclasses.replace(mesh, sequence_parallel=True))
-        if mesh.tp == mesh.ep == 1 and has_expert_plan(sizes.kind):
-            shares = [ep for ep in _divisors(mesh.dp)[1:] if sizes.experts % ep == 0]
-            variants += [dataclasses.replace(mesh, ep=ep) for ep in shares]
         for accumulate in _divisors(rows):
             if (rows // accumulate) % (mesh.replicate * mesh.dp):
                 continue
@@ -197,6 +195,9 @@ def enumerate_layouts(
                 trained = dataclasses.replace(batch, checkpointing=checkpointing)  # type: ignore[arg-type]
                 read = dataclasses.replace(settings, mesh=variant, train=settings.task.traits.count_token_rows(trained))
                 layout = price_layout(read, sizes, cluster)
+                if variant.pp > 1 and variant.reshard is None and 0 < layout.short < 1.1 * layout.needs.gathered:
+                    freeing = dataclasses.replace(read, mesh=dataclasses.replace(variant, reshard=True))
+                    layout = min(layout, price_layout(freeing, sizes, cluster), key=lambda each: each.order)
                 layout = dataclasses.replace(layout, train=trained)
                 key = tuple(getattr(variant, axis) for axis in MESH_AXES)
                 if key not in best or layout.order < best[key].order:
@@ -267,11 +268,11 @@ def price_layout(settings: RuleSettings, sizes: BackboneSizes, cluster: Cluster)
     blocks, shards = len(sizes.blocks), mesh.dp * mesh.cp
     gathered = 0.0
     if shards > 1 and mesh.zero == 3:
-        times = 1 if not mesh.reshard or mesh.pp > 1 else 2
+        times = 2 if mesh.reshards else 1
         experts, sharing = blocks * sizes.expert_elements, shards // mesh.ep
         groups = ((sum(sizes.blocks) - experts, shards), (experts / mesh.ep, sharing))
         gathered = times * width * sum(part * (n - 1) / n for part, n in groups) / (mesh.tp * mesh.pp)
-    if mesh.pp > 1:
+    if mesh.pp > 1 and not mesh.reshards:
         gathered /= max(pieces, 1)
     adapter_shards = shards if mesh.zero == 3 and mesh.adapters == "shard" else 1
     copies = mesh.replicate * shards // adapter_shards
@@ -279,6 +280,11 @@ def price_layout(settings: RuleSettings, sizes: BackboneSizes, cluster: Cluster)
     reduced = (adapter_shards - 1) / adapter_shards + 2 * (copies - 1) / copies / adapter_shards
     sequence = train.max_length // mesh.cp
     dispatched = 4 * piece * sequence * sizes.hidden * sizes.routed * width
+    share = sizes.routed / max(sizes.experts, 1)  # of the experts that a token meets
+    met = sizes.adapter - sizes.expert_adapter * (1 - share)
+    products = sizes.products + (sizes.adapter - sizes.expert_adapter) / blocks
+    if adapter.experts is not None:  # experts with BA added, and their dense gradient: a third pass beside two
+        products += sizes.expert_elements * (adapter.experts / max(piece * sequence, 1) + share / 2)
     kernels = 0.0
     if cluster.kind == "cuda" and not train.compile:  # torch.compile fuses most of them
         kernels = kernels_per_block(len(sizes.layers) / max(blocks, 1), recompute=train.checkpointing)
@@ -286,7 +292,7 @@ def price_layout(settings: RuleSettings, sizes: BackboneSizes, cluster: Cluster)
         layers=blocks,
         hidden=sizes.hidden,
         heads=sizes.heads,
-        products=sizes.products + sizes.adapter / blocks,
+        products=products,
         head=sizes.outputs * sizes.hidden,
         sequence=sequence,
         rows=piece,
@@ -307,7 +313,7 @@ def price_layout(settings: RuleSettings, sizes: BackboneSizes, cluster: Cluster)
     )
     tokens = train.batch_size * train.accumulate * train.max_length
     attention = 12 * train.max_length * sizes.hidden * blocks
-    flops = tokens * (4 * (blocks * sizes.products + work.head) + 6 * sizes.adapter + attention)
+    flops = tokens * (4 * (blocks * sizes.products + work.head) + 6 * met + attention)
     needs = predict_footprint(
         sizes,
         mesh=mesh,
@@ -328,6 +334,15 @@ def enumerate_meshes(mesh: Mesh, ranks: int, free: Sequence[str]) -> Iterator[Me
         if remainder == 0 and math.prod(widths) == factor:
             axes: dict[str, Any] = dict(zip(free, widths, strict=True))
             yield dataclasses.replace(mesh, **axes)
+
+
+def expert_variants(mesh: Mesh, settings: RuleSettings, sizes: BackboneSizes) -> list[Mesh]:
+    """Return `mesh`, and the ways to divide a mixture's experts among its dp ranks."""
+    variants = [mesh]
+    if mesh.tp == mesh.ep == 1 and has_expert_plan(sizes.kind):
+        shares = [ep for ep in _divisors(mesh.dp)[1:] if sizes.experts % ep == 0]
+        variants += [dataclasses.replace(mesh, ep=ep) for ep in shares]
+    return [each for each in variants if each is mesh or not broken_rule(dataclasses.replace(settings, mesh=each))]
 
 
 def is_allowed(option: Mesh, requested: Mesh, settings: RuleSettings, sizes: BackboneSizes, node: int) -> bool:
@@ -420,7 +435,12 @@ def resolve_mesh(
     free = [axis for axis in growing if getattr(mesh, axis) == 1]
     settings = RuleSettings(mesh, dataclasses.replace(train, batch_size=rows), adapter, task, regularizer=regularizer)
     counts = [processes] if processes is not None else range(mesh.size, max(devices.count, mesh.size) + 1)
-    options = [option for ranks in counts for option in enumerate_meshes(mesh, ranks, free)]
+    options = [
+        variant
+        for ranks in counts
+        for option in enumerate_meshes(mesh, ranks, free)
+        for variant in expert_variants(option, settings, sizes)
+    ]
     allowed = [option for option in options if is_allowed(option, mesh, settings, sizes, node)]
     if not allowed:
         # a broken rule, if there is one, is the better message
@@ -477,7 +497,7 @@ def _explain_axes(
     mesh = chosen.mesh
     if wide := [f"{axis} {width}" for axis, width in wide_axes(requested).items()]:
         yield f"{', '.join(wide)} as set"
-    for axis in ("pp", "tp", "dp"):
+    for axis in ("pp", "tp", "dp", "ep"):
         if getattr(mesh, axis) > getattr(requested, axis):
             peers = [layout for layout in layouts if layout.mesh.size == mesh.size]
             if axis == "dp":

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -117,7 +117,7 @@ def memory_plan(
         backbone=sum(frozen.values()),
         adapter=adapter,
         gradients=adapter,
-        optimizer=optimizer_bytes([p.numel() for p in trainable(model).values()], kind),
+        optimizer=optimizer_bytes({name: p.numel() for name, p in trainable(model).items()}, kind),
         activations=round(max(0, per_row - casts) * train.batch_size) + casts + masks,
         work=_temporary_bytes(model, train, task, adapter, device),
         regularizer=_regularizer_bytes(model, train, regularizer),
@@ -247,11 +247,12 @@ def plan_lines(model: nn.Module, *, train: Train, optimizer: Optimizer, plan: Me
     frozen = [p for p in model.parameters() if not p.requires_grad]
     dtypes = "/".join(sorted({str(p.dtype).removeprefix("torch.") for p in frozen}))
     kind = "AdamW" if optimizer.kind == "adamw" else optimizer.kind
+    moments = "one moment of factors" if optimizer.kind == "lora-muon" else "two moments"
     rows = [
         ("backbone, frozen", plan.backbone, f"{sum(p.numel() for p in frozen):,} parameters, {dtypes}"),
         ("adapter", plan.adapter, f"{sum(p.numel() for p in trainable(model).values()):,} parameters, float32"),
         ("gradients", plan.gradients, "of the adapter only"),
-        ("optimizer state", plan.optimizer, f"{kind}, two moments, lr {optimizer.lr:g}, {optimizer.schedule}"),
+        ("optimizer state", plan.optimizer, f"{kind}, {moments}, lr {optimizer.lr:g}, {optimizer.schedule}"),
         ("activations", plan.activations, f"estimate, {train.batch_size} rows × {train.max_length} tokens"),
         ("work", plan.work, "the loss, or a block's backward pass, besides"),
         *([("regularizer", plan.regularizer, "its noise and state")] if plan.regularizer else []),
@@ -279,12 +280,16 @@ def mesh_plan_lines(engine: Engine, *, mesh: Mesh, train: Train, optimizer: Opti
     frozen = sum(local_part(p).nbytes for p in engine.model.parameters() if not p.requires_grad)
     frozen += sum(part.nbytes for part in quantization_scales(engine.model).values())
     adapter = sum(local_part(p).nbytes for p in engine.parameters.values())
-    state = 6 * adapter if train.adapter_precision == "bf16" else 2 * adapter  # moments, and a bf16 adapter's masters
+    kind = "AdamW" if optimizer.kind == "adamw" else optimizer.kind
+    sizes = {name: local_part(p).numel() for name, p in engine.parameters.items()}
+    state = optimizer_bytes(sizes, optimizer.kind)
+    if train.adapter_precision == "bf16":
+        state += 4 * sum(sizes.values())  # masters
     rows = [
         ("backbone, frozen", frozen, "on this rank"),
         ("adapter", adapter, "on this rank"),
         ("gradients", adapter, "of the adapter only"),
-        ("optimizer state", state, f"AdamW, lr {optimizer.lr:g}, {optimizer.schedule}"),
+        ("optimizer state", state, f"{kind}, lr {optimizer.lr:g}, {optimizer.schedule}"),
     ]
     if sharding is not None and sharding.units:
         units = [sum(p.numel() * p.itemsize for p in unit.parameters()) for unit in transformer_blocks(engine.model)]
@@ -300,8 +305,9 @@ def _communication_lines(engine: Engine, mesh: Mesh, train: Train, adapter: int)
     if sharding is not None and sharding.units:
         ranks = world.width(*SHARDS)
         axes = " × ".join(axis for axis in SHARDS if world.width(axis) > 1)
-        gathers = 2 if mesh.reshard and mesh.pp == 1 else 1
-        gathered = gathers * train.accumulate * sharding.sharded_bytes * (ranks - 1) // ranks
+        passes = train.accumulate if mesh.pp == 1 else _count_pieces(engine, mesh, train) if mesh.reshards else 1
+        gathers = (2 if mesh.reshards else 1) * passes
+        gathered = gathers * sharding.sharded_bytes * (ranks - 1) // ranks
         # in a ring each rank passes on all shards but its own: once for a reduce-scatter, twice for an all-reduce
         reduced = adapter * (ranks - 1) if mesh.adapters == "shard" else 2 * adapter * (ranks - 1) // ranks
         lines.append(
@@ -341,11 +347,7 @@ def _communication_lines(engine: Engine, mesh: Mesh, train: Train, adapter: int)
             "all-gather and one reduce-scatter a block)"
         )
     if mesh.pp > 1:
-        stages = virtual_stages(mesh.schedule, mesh.virtual)
-        pieces = pieces_per_micro(
-            rows, train.accumulate, pp=mesh.pp, virtual=stages, schedule=mesh.schedule, requested=mesh.microbatches
-        )
-        pieces = round_up_pieces(pieces * train.accumulate, pp=mesh.pp, schedule=mesh.schedule)
+        stages, pieces = virtual_stages(mesh.schedule, mesh.virtual), _count_pieces(engine, mesh, train)
         idle = bubble_fraction(mesh.pp, stages, pieces, mesh.schedule)
         lines.append(
             f"{format_bytes(2 * stages * states)} of activations along pp; {pieces} pieces through {mesh.pp} × "
@@ -354,10 +356,22 @@ def _communication_lines(engine: Engine, mesh: Mesh, train: Train, adapter: int)
     return lines
 
 
-def optimizer_bytes(sizes: Sequence[int], kind: OptimizerKind) -> int:
-    """Return the bytes of the moments of trained tensors with `sizes` values each; paged ones include host memory."""
+def _count_pieces(engine: Engine, mesh: Mesh, train: Train) -> int:
+    """Return the number of pieces of a step that go through a pipeline."""
+    rows, stages = train.batch_size // engine.share[1], virtual_stages(mesh.schedule, mesh.virtual)
+    pieces = pieces_per_micro(
+        rows, train.accumulate, pp=mesh.pp, virtual=stages, schedule=mesh.schedule, requested=mesh.microbatches
+    )
+    return round_up_pieces(pieces * train.accumulate, pp=mesh.pp, schedule=mesh.schedule)
+
+
+def optimizer_bytes(sizes: Mapping[str, int], kind: OptimizerKind) -> int:
+    """Return the bytes of the moments of trained tensors, `sizes` values each by name; paged ones include host
+    memory."""
     if kind == "gauss-newton":
         return 0
+    if kind == "lora-muon":  # one moment of the factors of linear layers
+        return sum(4 * n if ".lora_A." in name or ".lora_B." in name else 8 * n for name, n in sizes.items())
     if not kind.endswith("8bit"):
-        return 8 * sum(sizes)
-    return sum(8 * n if n < QUANTISED_FROM else 2 * (n + 4 * -(-n // QUANTISED_BLOCK)) for n in sizes)
+        return 8 * sum(sizes.values())
+    return sum(8 * n if n < QUANTISED_FROM else 2 * (n + 4 * -(-n // QUANTISED_BLOCK)) for n in sizes.values())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatshift.regularizers.config import GGPO, SAM, BiLora, NEFTune, Plain, RegularizerConfig
 
-from ..config import Adapter, Mesh, Optimizer, Train
+from ..config import FACTOR_OPTIMIZERS, Adapter, Mesh, Optimizer, Train
 from ..errors import UserError
 from ..tasks import list_unsupported_axes
 
@@ -74,10 +74,10 @@ _ROWS: tuple[_Row, ...] = (
      "set mesh.dp to a multiple of mesh.ep", lambda s: s.mesh.dp % s.mesh.ep != 0),
     ("mesh.ep > 1", INCOMPATIBLE, "mesh.tp > 1", "experts are divided along one of the two",
      "leave one of them at 1", lambda s: s.mesh.ep > 1 and s.mesh.tp > 1),
-    ("mesh.ep > 1", INCOMPATIBLE, "train.quantization, train.compile or mesh.offload",
+    ("mesh.ep > 1", INCOMPATIBLE, "train.quantization or mesh.offload",
      "the exchange of tokens has been compared with one process without them",
      "leave those out, or mesh.ep at 1", lambda s: s.mesh.ep > 1
-     and (s.train.quantization is not None or s.train.compile or s.mesh.offload)),
+     and (s.train.quantization is not None or s.mesh.offload)),
     ("mesh.zero: 1 or 2", REQUIRES, "mesh.dp or mesh.cp > 1", "there is nothing to shard on one rank",
      "leave mesh.zero at 3 or set mesh.dp", lambda s: s.mesh.zero != 3 and s.mesh.dp * s.mesh.cp == 1),
     ("mesh.zero: 1 or 2", INCOMPATIBLE, "mesh.adapters: replicate", "these stages shard nothing but adapters",
@@ -87,7 +87,7 @@ _ROWS: tuple[_Row, ...] = (
     ("mesh.adapters: replicate", REQUIRES, "mesh.dp or mesh.cp > 1", "without shards adapters are whole anyway",
      "leave it at shard", lambda s: s.mesh.adapters == "replicate" and s.mesh.dp * s.mesh.cp == 1),
     ("mesh.reshard: false", REQUIRES, "mesh.dp or mesh.cp > 1", "nothing is gathered on one rank",
-     "leave it at true", lambda s: not s.mesh.reshard and s.mesh.dp * s.mesh.cp == 1),
+     "leave it at true", lambda s: s.mesh.reshard is False and s.mesh.dp * s.mesh.cp == 1),
     ("mesh.offload", REQUIRES, "mesh.dp or mesh.cp > 1 and a CUDA device", "it moves FSDP2's shards to host memory",
      "leave it off", lambda s: s.mesh.offload and (s.mesh.dp * s.mesh.cp == 1 or s.train.device == "cpu")),
     ("mesh.offload", REQUIRES, "mesh.zero: 3", "the other stages shard no weights", "set mesh.zero: 3",
@@ -171,7 +171,19 @@ _ROWS: tuple[_Row, ...] = (
      lambda s: s.adapter.init == "loftq" and s.train.quantization not in ("nf4", "nf4-double")),
     ("optimizer.kind: adamw-8bit, paged-adamw, paged-adamw-8bit or gauss-newton", REQUIRES, "one rank",
      "whole tensors are needed in one place", "set optimizer.kind: adamw",
-     lambda s: s.optimizer.kind != "adamw" and s.mesh.size > 1),
+     lambda s: s.optimizer.kind not in ("adamw", *FACTOR_OPTIMIZERS) and s.mesh.size > 1),
+    ("optimizer.kind: riemannian or lora-muon", INCOMPATIBLE, "mesh.tp > 1",
+     "a step of one factor needs all of the other, and tp divides them", "use mesh.dp, mesh.replicate or mesh.pp",
+     lambda s: s.optimizer.kind in FACTOR_OPTIMIZERS and s.mesh.tp > 1),
+    ("optimizer.kind: riemannian or lora-muon", INCOMPATIBLE, "mesh.offload",
+     "the step gathers factors on the device", "leave it off, or set optimizer.kind: adamw",
+     lambda s: s.optimizer.kind in FACTOR_OPTIMIZERS and s.mesh.offload),
+    ("optimizer.kind: riemannian or lora-muon", INCOMPATIBLE, "adapter.experts",
+     "one tensor holds the factors of many experts", "set optimizer.kind: adamw",
+     lambda s: s.optimizer.kind in FACTOR_OPTIMIZERS and s.adapter.experts is not None),
+    ("optimizer.kind: riemannian or lora-muon", INCOMPATIBLE, "adapter.soft_tokens", "there are no factors",
+     "set optimizer.kind: adamw",
+     lambda s: s.optimizer.kind in FACTOR_OPTIMIZERS and s.adapter.soft_tokens is not None),
     ("train.quantization", INCOMPATIBLE, "mesh.offload", "the scales of packed weights stay on the device",
      "leave it off", lambda s: s.train.quantization is not None and s.mesh.offload),
     ("mesh.offload", REQUIRES, "regularizer.kind: plain",

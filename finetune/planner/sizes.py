@@ -27,14 +27,28 @@ _MAX_NUMBER = 1 << 53  # above it a whole number in config.json is no size, posi
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 ROUTED = ("num_experts_per_tok", "moe_k", "top_k")
 _EXPERT = re.compile(r"\.experts\.(?!.*router)")
-_ROUTER = re.compile(r"\.(gate|router)(\.[^.]+)?$")
+_ROUTER = re.compile(r"\.(gate|router|shared_expert_gate)(\.[^.]+)?$")
 _OUTPUT = re.compile(r"^(lm_head|embed_out|output_projection|cls)\b")
 """Tensors outside the blocks that compute logits of words; a model with its own head does not load them."""
 _WIDE = {"gelu_new": 5, "gelu": 2, "relu": 2}
 """Number of feed-forward-wide tensors that a block without a gate keeps, by activation, its output included."""
 _LEARNED = re.compile(r"\b(wpe|position_embeddings?|embed_positions|positions_embed)\.weight$")
 _LONGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors format
-_MAKERS = ("", "meta-llama", "mistralai", "qwen")
+_MAKERS = (
+    *(
+        "",
+        "meta-llama",
+        "mistralai",
+        "qwen",
+        "google",
+        "microsoft",
+        "huggingfacetb",
+        "openai",
+        "deepseek-ai",
+        "zai-org",
+    ),
+    *("ibm-granite", "google-bert", "facebookai", "answerdotai"),
+)
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
 
 KNOWN: Mapping[str, Mapping[str, Any]] = {
@@ -48,8 +62,9 @@ KNOWN: Mapping[str, Mapping[str, Any]] = {
         "vocab_size": vocabulary,
         "tie_word_embeddings": tied,
         "max_position_embeddings": positions,
+        **dict(others),
     }
-    for name, kind, hidden, inner, layers, heads, groups, vocabulary, tied, positions in (
+    for name, kind, hidden, inner, layers, heads, groups, vocabulary, tied, positions, *others in (
         ("llama-2-7b", "llama", 4096, 11008, 32, 32, 32, 32000, False, 4096),
         ("llama-2-13b", "llama", 5120, 13824, 40, 40, 40, 32000, False, 4096),
         ("llama-2-70b", "llama", 8192, 28672, 80, 64, 8, 32000, False, 4096),
@@ -61,6 +76,63 @@ KNOWN: Mapping[str, Mapping[str, Any]] = {
         ("qwen2.5-0.5b", "qwen2", 896, 4864, 24, 14, 2, 151936, True, 32768),
         ("qwen2.5-7b", "qwen2", 3584, 18944, 28, 28, 4, 152064, False, 131072),
         ("qwen2.5-72b", "qwen2", 8192, 29568, 80, 64, 8, 152064, False, 131072),
+        ("llama-3.2-1b", "llama", 2048, 8192, 16, 32, 8, 128256, True, 131072),
+        ("llama-3.3-70b", "llama", 8192, 28672, 80, 64, 8, 128256, False, 131072),
+        ("mistral-7b-instruct-v0.3", "mistral", 4096, 14336, 32, 32, 8, 32768, False, 32768),
+        ("mistral-nemo-instruct-2407", "mistral", 5120, 14336, 40, 32, 8, 131072, False, 131072, ("head_dim", 128)),
+        ("mistral-small-24b-instruct-2501", "mistral", 5120, 32768, 40, 32, 8, 131072, False, 32768, ("head_dim", 128)),
+        ("qwen3-0.6b", "qwen3", 1024, 3072, 28, 16, 8, 151936, True, 40960, ("head_dim", 128)),
+        ("qwen3-1.7b", "qwen3", 2048, 6144, 28, 16, 8, 151936, True, 40960, ("head_dim", 128)),
+        ("qwen3-4b", "qwen3", 2560, 9728, 36, 32, 8, 151936, True, 40960, ("head_dim", 128)),
+        ("qwen3-8b", "qwen3", 4096, 12288, 36, 32, 8, 151936, False, 40960, ("head_dim", 128)),
+        ("qwen3-14b", "qwen3", 5120, 17408, 40, 40, 8, 151936, False, 40960, ("head_dim", 128)),
+        ("qwen3-32b", "qwen3", 5120, 25600, 64, 64, 8, 151936, False, 40960, ("head_dim", 128)),
+        ("gemma-3-270m-it", "gemma3_text", 640, 2048, 18, 4, 1, 262144, True, 32768, ("head_dim", 256)),
+        ("gemma-3-1b-it", "gemma3_text", 1152, 6912, 26, 4, 1, 262144, True, 32768, ("head_dim", 256)),
+        ("gemma-3-4b-it", "gemma3_text", 2560, 10240, 34, 8, 4, 262208, True, 131072, ("head_dim", 256)),
+        ("gemma-3-12b-it", "gemma3_text", 3840, 15360, 48, 16, 8, 262208, True, 131072, ("head_dim", 256)),
+        ("gemma-3-27b-it", "gemma3_text", 5376, 21504, 62, 32, 16, 262208, True, 131072, ("head_dim", 128)),
+        ("phi-3.5-mini", "phi3", 3072, 8192, 32, 32, 32, 32064, False, 131072),
+        ("phi-4-mini", "phi3", 3072, 8192, 32, 24, 8, 200064, True, 131072),
+        ("phi-4", "phi3", 5120, 17920, 40, 40, 10, 100352, False, 16384),
+        ("smollm2-135m", "llama", 576, 1536, 30, 9, 3, 49152, True, 8192),
+        ("smollm2-360m", "llama", 960, 2560, 32, 15, 5, 49152, True, 8192),
+        ("smollm2-1.7b", "llama", 2048, 8192, 24, 32, 32, 49152, True, 8192),
+        ("smollm3-3b", "smollm3", 2048, 11008, 36, 16, 4, 128256, True, 65536),
+        ("gpt-oss-20b", "gpt_oss", 2880, 2880, 24, 64, 8, 201088, False, 131072, ("num_local_experts", 32)),
+        ("gpt-oss-120b", "gpt_oss", 2880, 2880, 36, 64, 8, 201088, False, 131072, ("num_local_experts", 128)),
+        ("deepseek-r1-distill-qwen-1.5b", "qwen2", 1536, 8960, 28, 12, 2, 151936, False, 131072),
+        ("deepseek-r1-distill-qwen-7b", "qwen2", 3584, 18944, 28, 28, 4, 152064, False, 131072),
+        ("deepseek-r1-distill-qwen-14b", "qwen2", 5120, 13824, 48, 40, 8, 152064, False, 131072),
+        ("deepseek-r1-distill-llama-8b", "llama", 4096, 14336, 32, 32, 8, 128256, False, 131072),
+        ("deepseek-r1-distill-llama-70b", "llama", 8192, 28672, 80, 64, 8, 128256, False, 131072),
+        ("glm-4-9b-0414", "glm4", 4096, 13696, 40, 32, 2, 151552, False, 32768, ("head_dim", 128)),
+        ("glm-4-32b-0414", "glm4", 6144, 23040, 61, 48, 2, 151552, False, 32768, ("head_dim", 128)),
+        ("granite-3.3-2b", "granite", 2048, 8192, 40, 32, 8, 49159, True, 131072),
+        ("granite-3.3-8b", "granite", 4096, 12800, 40, 32, 8, 49159, True, 131072),
+        ("bert-base-uncased", "bert", 768, 3072, 12, 12, 12, 30522, True, 512),
+        ("roberta-base", "roberta", 768, 3072, 12, 12, 12, 50265, True, 514),
+        ("roberta-large", "roberta", 1024, 4096, 24, 16, 16, 50265, True, 514),
+        ("modernbert-base", "modernbert", 768, 1152, 22, 12, 12, 50368, True, 8192),
+        ("modernbert-large", "modernbert", 1024, 2624, 28, 16, 16, 50368, True, 8192),
+    )
+} | {
+    name: {
+        "model_type": "t5",
+        "d_model": hidden,
+        "d_ff": inner,
+        "num_layers": layers,
+        "num_decoder_layers": layers,
+        "num_heads": heads,
+        "vocab_size": 32128,
+        "feed_forward_proj": "gated-gelu",
+        "tie_word_embeddings": False,
+    }
+    for name, hidden, inner, layers, heads in (
+        ("flan-t5-small", 512, 1024, 8, 6),
+        ("flan-t5-base", 768, 2048, 12, 12),
+        ("flan-t5-large", 1024, 2816, 24, 16),
+        ("flan-t5-xl", 2048, 5120, 24, 32),
     )
 }
 """Shapes of common models, copied from their config.json, for planning without a network."""
@@ -85,6 +157,7 @@ class BackboneSizes:
     experts: int = 0  # experts per block; 0: not a mixture of experts
     routed: int = 0  # experts that a token is routed to
     expert_elements: int = 0  # elements of all experts of a block
+    expert_adapter: int = 0  # elements of the adapters on experts (`adapter.experts`), of all blocks; in `adapter` too
     head: int = 0  # channels of an attention head
     normed: bool = False  # True if queries and keys are normalised per head (Qwen3)
     ranks: tuple[int, int] = (0, 0)  # sum of the ranks of a block's adapted layers: (attention, other)
@@ -128,7 +201,7 @@ class BackboneSizes:
         """Return the sizes of a backbone with this configuration and these tensors (name → shape)."""
         blocks: dict[tuple[str | None, int], int] = {}
         ends, trained, inputs, multiplied, gated, normed = [], [0, 0], 0, 0, False, False
-        ranks, adapted_widths, routed, layers, output = [0, 0], [0, 0], 0, [], []
+        ranks, adapted_widths, routed, layers, output, on_experts = [0, 0], [0, 0], 0, [], [], 0
         for name, shape in shapes.items():
             match = _BLOCK.match(name)
             if match is None:
@@ -143,6 +216,7 @@ class BackboneSizes:
             if _EXPERT.search(name):
                 routed += math.prod(shape)
                 gated |= "gate" in name or "w3" in name
+                on_experts += (adapter.experts or 0) * _expert_channels(name, shape)
                 continue
             multiplied += math.prod(shape) if len(shape) == 2 else 0
             gated |= bool(re.search(r"gate_proj|wi_1|w1\.weight", name))
@@ -157,6 +231,9 @@ class BackboneSizes:
                 layers.append((shape[0], shape[1]))
         if not blocks:
             raise UserError(f"{context}: its weights show no blocks, so nobody can tell what fits")
+        if adapter.experts is not None and not on_experts:
+            raise UserError("adapter.experts: this backbone has no mixture of experts in its blocks; leave it at null")
+        trained[1] += on_experts
         experts = max((config[name] for name in _EXPERTS if isinstance(config.get(name), int)), default=0)
         chosen = _first_integer(config, *ROUTED) if routed else 0
         hidden = _first_integer(config, "hidden_size", "n_embd", "d_model")
@@ -182,6 +259,7 @@ class BackboneSizes:
             experts=experts if routed else 0,
             routed=chosen,
             expert_elements=routed // len(blocks),
+            expert_adapter=on_experts,
             positions=usable_positions(config),
             bounded=str(config.get("model_type")) in BOUNDED or any(map(_LEARNED.search, shapes)),
             layers=tuple(layers),
@@ -213,6 +291,18 @@ class BackboneSizes:
         return sum(self.blocks) + sum(self.ends)
 
 
+def known_shape(model: str) -> Mapping[str, Any] | None:
+    """Return the configuration in `KNOWN` of a model by its name, with or without the maker; None if it has none."""
+    maker, _, name = model.lower().rpartition("/")
+    if maker not in _MAKERS:  # other makers' models of that name may have another shape
+        return None
+    return KNOWN.get(_plain_name(name))
+
+
+def _plain_name(name: str) -> str:
+    return name.removesuffix("-hf").removesuffix("-instruct").replace("meta-llama-", "llama-")
+
+
 def read_sizes(model: str | Path, adapter: Adapter) -> BackboneSizes:
     """Return the sizes of a backbone by name: a shape in `KNOWN`, a directory or config.json, or any name other
     commands accept; of its weights only headers are read, and none need exist.
@@ -220,8 +310,6 @@ def read_sizes(model: str | Path, adapter: Adapter) -> BackboneSizes:
     Raises UserError for a name that is none of these, and for a config.json that lacks required keys.
     """
     name = str(model)
-    maker, _, model_name = name.lower().rpartition("/")
-    key = model_name.removesuffix("-hf").removesuffix("-instruct").replace("meta-llama-", "llama-")
     path = Path(name).expanduser()
     if path.is_file():
         path = path.parent if path.name == "config.json" else path
@@ -230,8 +318,8 @@ def read_sizes(model: str | Path, adapter: Adapter) -> BackboneSizes:
             return BackboneSizes.read(path, adapter)
         config = read_json_object(path / "config.json", fix="name a model's folder or its config.json")
         return _sizes_from_config(config, adapter, str(path))
-    if key in KNOWN and maker in _MAKERS:  # other makers' models of that name may have another shape
-        return _sizes_from_config(dict(KNOWN[key]), adapter, name)
+    if (shape := known_shape(name)) is not None:
+        return _sizes_from_config(dict(shape), adapter, name)
     if path.is_file():
         raise UserError(f"--model {name} is a file; name a directory with config.json, or that config.json")
     try:
@@ -239,9 +327,9 @@ def read_sizes(model: str | Path, adapter: Adapter) -> BackboneSizes:
 
         return BackboneSizes.read(open_backbone(name).directory, adapter)
     except UserError as error:
-        near = difflib.get_close_matches(key, KNOWN, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(_plain_name(name.lower().rpartition("/")[2]), KNOWN, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UserError(f"{hint}{error}; shapes known without it: {', '.join(KNOWN)}") from None
+        raise UserError(f"{hint}{error}; without it the shapes of {len(KNOWN)} common models are known") from None
 
 
 def _sizes_from_config(config: dict[str, Any], adapter: Adapter, context: str) -> BackboneSizes:
@@ -267,9 +355,11 @@ def _sizes_from_config(config: dict[str, Any], adapter: Adapter, context: str) -
             and not {name, text_config.attribute_map.get(name)} & given_keys.keys()
         ]
         with torch.device("meta"):
-            auto: Any = transformers.AutoModelForCausalLM
-            if type(config_object) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-                auto = transformers.AutoModel
+            auto: Any = transformers.AutoModel
+            if type(config_object) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+                auto = transformers.AutoModelForCausalLM
+            elif type(config_object) in transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+                auto = transformers.AutoModelForSeq2SeqLM
             model = auto.from_config(config_object)
     except StrictDataclassError as error:  # sizes that contradict each other, possibly through a default
         names = transformers.CONFIG_MAPPING[kind].attribute_map
@@ -298,6 +388,18 @@ def _feed_forward_width(config: Mapping[str, Any], hidden: int, routed: int) -> 
         config, "n_shared_experts", default=0
     )
     return routed * expert_width + shared
+
+
+def _expert_channels(name: str, shape: tuple[int, ...]) -> int:
+    """Return the rows and columns of a tensor of experts, which A and B of rank 1 have together, over all its experts.
+
+    A gate and the map beside it are one parameter in the model, with one A, also where files have them apart.
+    """
+    if re.search(r"bias|scale", name) or len(shape) < 2:
+        return 0
+    if len(shape) == 3:
+        return shape[0] * (shape[1] + shape[2])
+    return shape[0] + (0 if re.search(r"\b(up_proj|w3)\b", name) else shape[1])
 
 
 def _is_adapted(name: str, adapter: Adapter) -> bool:

@@ -4,7 +4,8 @@ and the pipeline bubble.
 The form is that of Megatron-LM's own accounting (2104.04473 §5.1, 2205.05198): a block of width h over b sequences of s
 tokens multiplies 24·b·s·h² + 4·b·s²·h FLOPs forward. Full training takes three times that, with frozen weights twice
 (their gradients are not needed), and a recomputed forward pass once more. The constants were fitted only on the ten
-rows of 2104.04473, Table 1 (A100, full training); their errors elsewhere are in docs/does-it-fit.md.
+rows of 2104.04473, Table 1 (A100, full training), whose kernels are fused; their errors elsewhere are in
+docs/does-it-fit.md.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ class RooflineConstants:
     products: float = 0.641  # fraction of the bf16 peak that matrix products reach
     elements: float = 0.97
     """Bytes that element-wise kernels move at the data sheet's bandwidth ÷ the minimum they must move."""
+    eager: float = 11.0
+    """Element-wise traffic of transformers' blocks without torch.compile ÷ that of fused kernels: 10.9 and 11.4 of
+    Llama 8 B and 1 B on an H200 (`benchmarks.gpu`)."""
     fast_link: float = 0.64
     """Fraction of the nominal bandwidth inside a node (one direction) that collectives reach: 192 of 300 GB/s."""
     shards: float = 0.63
@@ -107,7 +111,7 @@ class StepLayout:
     """Bytes that a rank sends to experts on other ranks and back per micro-batch, gradients included."""
     exchanged_inside: bool = True
     kernels: float = 0.0
-    """Kernels launched per block and micro-batch; 0: the host is the device, or launches do not matter."""
+    """Kernels launched per block and micro-batch, none of them fused; 0: the host is the device, or they are fused."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,7 @@ def predict_seconds(
     scores = 0.0 if work.fused_attention else 5 * work.heads * s / (h * t)
     saved = (34 / t if work.sequence_parallel else 10 + 24 / t) + scores
     elements = layers * constants.elements * b * s * h * saved * passes / device.bandwidth
+    elements *= constants.eager if work.kernels else 1.0
     reduces = 6 if work.recompute == "full" else 4
     inner = device.link * constants.fast_link
     tensor = (

@@ -48,7 +48,9 @@ class BaseTask:
     standardise: bool = False
     """True if targets are standardised for training."""
     max_truncated: float | None = None
-    label_smoothing: float | None = None
+    dft: bool = False
+    """True if each target token's loss is weighted by its own probability
+    (`flatshift.finetune.compute.loss.weigh_by_probability`)."""
     template: str = "auto"
 
     traits: ClassVar[TaskTraits] = TaskTraits()
@@ -191,11 +193,11 @@ class BaseTask:
     def smoothing(self) -> float:
         """ε of label smoothing (Szegedy et al. 1512.00567, §7): a token's loss is (1 − ε)·−log p(token) + ε times
         the mean of −log p over the vocabulary, as in transformers' `LabelSmoother`."""
-        return self.label_smoothing or 0.0
+        return 0.0
 
     def for_evaluation(self) -> Self:
         """Return the task for evaluation on dev and test, without settings that only regularise training."""
-        return self if self.label_smoothing is None else self.replace(label_smoothing=None)
+        return self.replace(dft=False) if self.dft else self
 
     @property
     def figure_names(self) -> tuple[str, ...]:

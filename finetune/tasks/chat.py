@@ -42,6 +42,9 @@ class Chat(BaseTask):
     the same rows."""
     pack: bool = True
     """Pack several examples into each row of `train.max_length` tokens; examples do not attend to each other."""
+    dft: bool = False
+    """Weight each target token's loss by the probability that the model gives it (DFT, 2508.05629): tokens that it
+    thinks unlikely, wrong ones among them, count less. In training only: evaluation reports the loss without it."""
     score: Literal["perplexity", "generate"] = "perplexity"
     """Evaluation on dev and test in addition to perplexity: `generate` produces the last turn greedily and compares
     it (exact match)."""

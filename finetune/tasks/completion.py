@@ -31,6 +31,9 @@ class Completion(TemplateTask):
     """Template of the answer over the row's columns; trained on, followed by the end-of-sequence token."""
     pack: bool = True
     """Pack several examples into each row of `train.max_length` tokens; examples do not attend to each other."""
+    dft: bool = False
+    """Weight each target token's loss by the probability that the model gives it (DFT, 2508.05629): tokens that it
+    thinks unlikely, wrong ones among them, count less. In training only: evaluation reports the loss without it."""
     score: Literal["perplexity", "rank", "generate"] = "perplexity"
     """Evaluation on dev and test in addition to perplexity: `rank` the completions of all labels by likelihood
     (accuracy, F1, Matthews), or `generate` greedily and compare (exact match)."""

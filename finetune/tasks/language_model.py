@@ -23,6 +23,9 @@ class LanguageModel(BaseTask):
     kind: Literal["language-model"] = "language-model"
     pack: bool = True
     """Pack several examples into each row of `train.max_length` tokens; examples do not attend to each other."""
+    dft: bool = False
+    """Weight each target token's loss by the probability that the model gives it (DFT, 2508.05629): tokens that it
+    thinks unlikely, wrong ones among them, count less. In training only: evaluation reports the loss without it."""
 
     traits: ClassVar[TaskTraits] = TaskTraits(
         causal=True,

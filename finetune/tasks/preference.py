@@ -156,9 +156,8 @@ class Preference(TemplateTask):
     def loss_denominator(self) -> str:
         return "answers" if self.is_unpaired else "pairs"
 
-    @property
-    def smoothing(self) -> float:
-        return 0.0  # the base property smooths tokens; `label_smoothing` here applies to pairs
+    def for_evaluation(self) -> Self:
+        return self if self.label_smoothing is None else self.replace(label_smoothing=None)
 
     def without_limits(self) -> Self:
         return self.replace(max_truncated=1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from ..compute.protocols import TaskTraits
 from ..config import check_bounds
@@ -63,6 +63,13 @@ class Seq2Seq(TemplateTask):
         if self.num_beams is not None and self.score != "generate":
             raise ValueError(f"num_beams is for `score: generate`, got {self.num_beams} with score: {self.score}")
         check_task_metrics(self)
+
+    @property
+    def smoothing(self) -> float:
+        return self.label_smoothing or 0.0
+
+    def for_evaluation(self) -> Self:
+        return self if self.label_smoothing is None else self.replace(label_smoothing=None)
 
     @property
     def no_axes(self) -> Mapping[str, str]:

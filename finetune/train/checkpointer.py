@@ -1,5 +1,8 @@
 """State of a running stage and its checkpoints: full tensors, saved from any mesh and restored on any mesh.
 
+On a mesh every rank writes the parts that it owns, and the main one joins them, one tensor in memory at a time; a rank
+reads its parts only.
+
 On disk `step-N/{state.safetensors,state.json}`, complete and verified, the newest few kept. Each is written to a
 temporary name, fsynced, renamed, then re-opened and compared. A reader takes the newest checkpoint whose content
 matches the digest in its state.json, so a killed save or a damaged file costs at most the steps since the previous one.
@@ -24,6 +27,7 @@ from ..config import SpikeRecovery
 from ..digests import file_sha256, record_digest
 from ..launch import watchdog
 from ..parallel.engine import Engine
+from ..parallel.layout import join_parts
 from ..run_directory import METRICS, disk_full_interrupts, last_attempt, read_metrics
 from .optimizer import AdapterOptimizer
 from .stage import TrainingStage
@@ -95,10 +99,10 @@ class Checkpointer:
         context, parameters = f"checkpoint {checkpoint.path}", self.engine.parameters
         groups, metadata = partial(select_group, checkpoint.tensors), checkpoint.meta
         self.engine.load_full_tensors(groups("adapter"), parameters, context=context)
-        for kind, moments in self.optimizer.expect(groups("step")).items():
+        for kind, moments in self.optimizer.expect(clone_tensors(groups("step"))).items():
             self.engine.load_full_tensors(groups(kind), moments, context=context)
         self.regularizer.load_state_dict(
-            {name: tensor.to(self.engine.device) for name, tensor in groups("regularizer").items()}
+            {name: tensor.to(self.engine.device, copy=True) for name, tensor in groups("regularizer").items()}
         )
         platform, before = self._platform(), metadata["place"]
         if platform != before:
@@ -162,14 +166,6 @@ class Checkpointer:
         state = self.progress
         if self.saved_step == state.step:
             return
-        gather = self.engine.full_tensors
-        tensors = flatten_groups(
-            adapter=gather(self.engine.parameters),
-            step=self.engine.union(self.optimizer.counters()),
-            **{kind: gather(moments) for kind, moments in self.optimizer.moments().items()},
-            best=gather(state.best),
-            regularizer=self.engine.union(self.regularizer.state_dict()),
-        )
         metadata = {
             "stage": self.stage,
             "attempt": self.attempt,
@@ -181,11 +177,27 @@ class Checkpointer:
             "regularizer": type(self.regularizer).__name__,
         }
         with watchdog.no_progress_timeout("saving a checkpoint"):
+            tensors = self._save_parts()
             if self.engine.is_main:
                 self.run.sync_metrics(self.stage)
                 save_checkpoint(self.run.state, state.step, tensors, metadata, keep=self._checkpoints_to_keep())
             self.engine.world.wait()
         self.saved_step = state.step
+
+    def _save_parts(self) -> dict[str, Tensor] | Path:
+        """Return the tensors of the checkpoint; on a mesh the folder where every rank has written the parts it owns."""
+        engine = self.engine
+        groups = {"adapter": engine.parameters, **self.optimizer.moments(), "best": self.progress.best}
+        wholes = {
+            "step": engine.union(self.optimizer.counters()),
+            "regularizer": engine.union(self.regularizer.state_dict()),
+        }
+        if engine.world.size == 1:
+            return flatten_groups(**groups, **wholes)
+        folder = self.run.state / f".step-{self.progress.step}.parts.tmp"
+        with disk_full_interrupts(f"saving a checkpoint in {self.run.state}"):
+            engine.save_parts(folder, groups, wholes=wholes)
+        return folder
 
     def _platform(self) -> dict[str, Any]:
         """Return everything but the state that determines the last bits of a result."""
@@ -203,7 +215,8 @@ TENSORS, META = "state.safetensors", "state.json"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint read from disk: completed steps, named tensors (on the CPU), and everything else."""
+    """A checkpoint read from disk: completed steps, named tensors (on the CPU, mapped from the file), and everything
+    else."""
 
     path: Path
     step: int
@@ -212,9 +225,11 @@ class Checkpoint:
 
 
 def save_checkpoint(
-    directory: Path, step: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], *, keep: int
+    directory: Path, step: int, tensors: Mapping[str, Tensor] | Path, metadata: Mapping[str, Any], *, keep: int
 ) -> Path:
     """Write `directory/step-<step>` and drop all but the newest `keep` checkpoints; return its path.
+
+    tensors: or the folder of their parts, which is removed.
 
     Raises Interrupted on a full disk (earlier checkpoints are untouched), RuntimeError if the files do not read back as
     written.
@@ -222,9 +237,13 @@ def save_checkpoint(
     from safetensors.torch import save_file
 
     target = directory / f"step-{step}"
-    host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with disk_full_interrupts(f"saving a checkpoint in {directory}"), atomic_directory(target) as temporary:
-        save_file(host, temporary / TENSORS)
+        if isinstance(tensors, Path):
+            join_parts(sorted(tensors.iterdir()), temporary / TENSORS)
+            shutil.rmtree(tensors)
+        else:
+            host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+            save_file(host, temporary / TENSORS)
         record = {"format": FORMAT, "step": step, "sha256": file_sha256(temporary / TENSORS), **metadata}
         write_json(temporary / META, {**record, "self": record_digest(record)})
     if read_checkpoint(target) is None:
@@ -298,7 +317,7 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
         tensors = load_file(folder / TENSORS)
     except (OSError, SafetensorError):
         return None
-    return Checkpoint(folder, int(metadata["step"]), {n: t.clone() for n, t in tensors.items()}, metadata)
+    return Checkpoint(folder, int(metadata["step"]), tensors, metadata)
 
 
 def flatten_groups(**groups: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Optimizers of an adapter: AdamW in float32, with 8-bit or paged moments by bitsandbytes, and Gauss-Newton.
+"""Optimizers of an adapter: AdamW in float32, with 8-bit or paged moments, for pairs of factors, and Gauss-Newton.
 
 Adapters stored in bfloat16 get float32 masters: gradients are widened, the step is applied to the masters, and the
 adapter receives their rounding. Sharded parameters (DTensors of FSDP2) keep their state sharded in the same way.
@@ -6,6 +6,14 @@ adapter receives their rounding. Sharded parameters (DTensors of FSDP2) keep the
 **8-bit and paged moments.** 8-bit moments are quantised in blocks of 256 values with a dynamic map (Dettmers et al.,
 2110.02861); tensors of fewer than 4096 values keep float32 moments, the library's default. Paged moments are those of
 QLoRA (2305.14314, §3).
+
+**Pairs of factors.** A step of A ∈ ℝ^{r×n} alone moves the weights by BΔA, so that its size depends on B, and the other
+way round. `RiemannianAdamW` (arXiv 2402.02347; PEFT's `create_riemannian_optimizer`) takes (BᵀB + δ)⁻¹∇A and
+∇B(AAᵀ + δ)⁻¹ for the gradients. `LoraMuon` (2606.12921, algorithm 1) descends by the spectral norm of the weights: with
+m the momentum and polar(UΣVᵀ) = UVᵀ, ΔA = −η/2 · (BᵀB + δ)^{−½} polar((BᵀB + δ)^{−½} m_A), and likewise ΔB. Weight
+decay λ scales both factors by √(1 − λ·lr) and their steps by its inverse, which shrinks BA by λ·lr. The paper has no δ:
+its factors do not begin at B = 0. η = lr · 0.2·√max(m, n), torch's `match_rms_adamw`, so that heads under AdamW can
+share the rate. Sharded factors are gathered for a step, one pair at a time.
 
 **Gauss-Newton** solves in each step the least-squares problem of the model linearised at its weights. With r the
 residuals of all rows of a step and J their Jacobian, the moving weights become θ' = argmin ‖r + Jθ − Jθ'‖² + λ‖θ'‖²,
@@ -25,11 +33,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..compute.capabilities import capabilities
 from ..compute.jacobian import jacobian
 from ..compute.micro_batch import MicroBatch
-from ..config import Optimizer, OptimizerKind
+from ..config import FACTOR_OPTIMIZERS, Optimizer, OptimizerKind
 from ..errors import UserError
 from ..models.quantize import GET, import_bitsandbytes
 from ..parallel.engine import Context, Engine
@@ -38,6 +47,8 @@ from ..tasks import Task
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"
+_OWN_STATE = ("adamw", "gauss-newton", *FACTOR_OPTIMIZERS)
+"""Kinds that need no bitsandbytes."""
 _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Lower-case names that transformers' `Trainer.get_decay_parameter_names` excludes from weight decay."""
 
@@ -61,11 +72,22 @@ def has_weight_decay(name: str, tensor: Tensor) -> bool:
 class _TorchState:
     """State of torch's AdamW by tensor; plain SGD, whose gradients already hold minus the step, keeps none."""
 
-    def __init__(self, groups: Sequence[dict[str, Any]], settings: Optimizer, *, fused: bool) -> None:
+    def __init__(
+        self,
+        groups: Sequence[dict[str, Any]],
+        settings: Optimizer,
+        *,
+        fused: bool,
+        pairs: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> None:
         """Create the optimizer. fused: one pass over all tensors, if the device supports it."""
         self.inner: torch.optim.Optimizer
         if settings.kind == "gauss-newton":
             self.inner = torch.optim.SGD([{**group, "weight_decay": 0.0} for group in groups], lr=1.0)
+        elif settings.kind in FACTOR_OPTIMIZERS:
+            kind = RiemannianAdamW if settings.kind == "riemannian" else LoraMuon
+            damping = DAMPING if settings.damping is None else settings.damping
+            self.inner = kind(groups, pairs=pairs, damping=damping, fused=fused, **_adam_settings(settings))
         else:
             self.inner = torch.optim.AdamW(groups, fused=fused, **_adam_settings(settings))
 
@@ -86,13 +108,127 @@ class _TorchState:
 
     def prepare(self, tensor: Tensor, updates: Tensor) -> None:
         """Allocate the state of a tensor that has had `updates` steps."""
+        kinds = self.inner.kinds(tensor) if isinstance(self.inner, LoraMuon) else MOMENTS
         self.inner.state[tensor] = {"step": updates.to(tensor.device if self.inner.defaults["fused"] else "cpu")} | {
-            kind: torch.zeros_like(tensor, requires_grad=False) for kind in MOMENTS
+            kind: torch.zeros_like(tensor, requires_grad=False) for kind in kinds
         }
 
 
 def _adam_settings(settings: Optimizer) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in ("lr", "betas", "eps", "weight_decay")}
+
+
+DAMPING = 1e-2
+"""δ unless `optimizer.damping` is set, PEFT's default."""
+
+
+_SMALLEST = 1e-6
+"""Square of the singular value, as a share of the norm of a momentum, below which a direction is rounding noise."""
+
+
+def find_factor_pairs(tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Return A [r, n] and B [m, r] of every adapted linear layer among `tensors`; embeddings have none, as in PEFT."""
+    pairs = []
+    for name, a in tensors.items():
+        b = tensors.get(name.replace(".lora_A.", ".lora_B.")) if ".lora_A." in name else None
+        if b is not None and a.ndim == b.ndim == 2:
+            pairs.append((a, b))
+    return pairs
+
+
+def gram_power(factor: Tensor, damping: float, power: float) -> Tensor:
+    """Return (FᵀF + δ)^power of a factor F [n, r], [r, r]."""
+    gram = factor.T @ factor
+    gram.diagonal().add_(damping)
+    values, vectors = torch.linalg.eigh(gram)
+    return (vectors * values.clamp(min=damping).pow(power)) @ vectors.T
+
+
+def _gather(tensor: Tensor) -> Tensor:
+    """Return the whole tensor, float32."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).float()
+
+
+def _write(whole: Tensor, tensor: Tensor) -> None:
+    """Copy `whole`, or this rank's part of it, into `tensor`."""
+    if isinstance(tensor, DTensor):
+        whole = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    tensor.copy_(whole)
+
+
+class RiemannianAdamW(torch.optim.AdamW):
+    """AdamW of gradients that are preconditioned by the other factor of each pair (module's docstring)."""
+
+    def __init__(self, groups: Any, *, pairs: Sequence[tuple[Tensor, Tensor]], damping: float, **settings: Any) -> None:
+        super().__init__(groups, **settings)
+        self._pairs, self._damping = pairs, damping
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Precondition the gradients in place, then take AdamW's step."""
+        for a, b in self._pairs:
+            if a.grad is not None:
+                _write(gram_power(_gather(b), self._damping, -1) @ _gather(a.grad), a.grad)
+            if b.grad is not None:
+                _write(_gather(b.grad) @ gram_power(_gather(a).T, self._damping, -1), b.grad)
+        return super().step(closure)
+
+
+class LoraMuon(torch.optim.AdamW):
+    """Spectral descent of pairs of factors (module's docstring), which keep `exp_avg` alone; AdamW of all else."""
+
+    def __init__(self, groups: Any, *, pairs: Sequence[tuple[Tensor, Tensor]], damping: float, **settings: Any) -> None:
+        super().__init__(groups, **settings)
+        self._pairs, self._damping = pairs, damping
+        self._factors = {id(tensor) for pair in pairs for tensor in pair}
+
+    def kinds(self, tensor: Tensor) -> tuple[str, ...]:
+        """Return the moments that a tensor keeps."""
+        return MOMENTS[:1] if id(tensor) in self._factors else MOMENTS
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Move the factors and drop their gradients, then take AdamW's step of all other tensors."""
+        groups = {id(tensor): group for group in self.param_groups for tensor in group["params"]}
+        for a, b in self._pairs:
+            whole_a, whole_b = _gather(a), _gather(b)
+            width = max(whole_a.shape[1], whole_b.shape[0])
+            if a.grad is not None and id(a) in groups:  # else fixed
+                root = gram_power(whole_b, self._damping, -0.5)
+                momentum = self._average(a, groups[id(a)]["betas"][0])
+                self._move(a, whole_a, root @ _polar_factor(root @ momentum), groups[id(a)], width)
+            if b.grad is not None and id(b) in groups:
+                root = gram_power(whole_a.T, self._damping, -0.5)
+                momentum = self._average(b, groups[id(b)]["betas"][0])
+                self._move(b, whole_b, _polar_factor(momentum @ root) @ root, groups[id(b)], width)
+        return super().step(closure)
+
+    def _average(self, factor: Tensor, beta: float) -> Tensor:
+        """Update the momentum of a factor by its gradient, which is dropped; return all of it."""
+        state = self.state[factor]
+        if not state:
+            state["step"] = torch.zeros((), device=factor.device if self.defaults["fused"] else "cpu")
+            state["exp_avg"] = torch.zeros_like(factor, requires_grad=False)
+        state["step"] += 1
+        state["exp_avg"].lerp_(factor.grad, 1 - beta)
+        factor.grad = None
+        return _gather(state["exp_avg"])
+
+    @staticmethod
+    def _move(factor: Tensor, whole: Tensor, direction: Tensor, group: Mapping[str, Any], width: int) -> None:
+        scale = math.sqrt(1 - group["lr"] * group["weight_decay"])
+        rate = group["lr"] * 0.2 * math.sqrt(width) / 2
+        _write(whole * scale - direction * (rate / scale), factor)
+
+
+def _polar_factor(matrix: Tensor) -> Tensor:
+    """Return UVᵀ of UΣVᵀ. Not by the Newton-Schulz iteration of torch's Muon: that is in bfloat16, so that the order of
+    a sum over ranks shows in losses."""
+    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    norm = torch.linalg.matrix_norm(wide)
+    scaled = wide / norm.clamp(min=torch.finfo(norm.dtype).tiny)
+    result = gram_power(scaled.T, _SMALLEST, -0.5) @ scaled
+    return result if wide is matrix else result.T
 
 
 class AdapterOptimizer:
@@ -115,9 +251,13 @@ class AdapterOptimizer:
         groups = self._groups(settings)
         devices = {p.device for p in self.parameters.values()}
         self._adam: _TorchState | LowBitAdam
-        if settings.kind in ("adamw", "gauss-newton"):
+        self.pairs: list[tuple[Tensor, Tensor]] = []
+        """Factors that the kind steps together."""
+        if settings.kind in FACTOR_OPTIMIZERS:
+            self.pairs = find_factor_pairs({**parameters, **self._updated})
+        if settings.kind in _OWN_STATE:
             fused = all(capabilities(device).fused_optimizer for device in devices)
-            self._adam = _TorchState(groups, settings, fused=fused)
+            self._adam = _TorchState(groups, settings, fused=fused, pairs=self.pairs)
         else:
             self._adam = LowBitAdam(groups, settings, device=next(iter(devices), torch.device("cpu")))
 
@@ -184,8 +324,11 @@ class AdapterOptimizer:
     @torch.no_grad()
     def preconditioner(self) -> dict[str, Tensor]:
         """Return P of Adam's step −rate · P⁻¹ m̂ by name, float32: √v̂ + ε with bias-corrected v̂, divided by
-        `lora_plus` for the factors that it speeds up. Parameters without a step yet are omitted."""
-        result = {}
+        `lora_plus` for the factors that it speeds up. Parameters without a step yet are omitted; empty for an optimizer
+        other than Adam."""
+        result: dict[str, Tensor] = {}
+        if self.pairs:
+            return result
         for name, (tensor, group) in self._by_name().items():
             if tensor in self.inner.state:
                 updates = float(self._adam.updates(tensor))
@@ -200,7 +343,7 @@ class AdapterOptimizer:
         squares: by name the mean square of those steps' gradients, used as v̂, float32. An entry that had no gradient
         gets an infinite P, because nothing moves it (A, as long as B = 0). Empty for an optimizer other than Adam.
         """
-        if isinstance(self.inner, torch.optim.SGD):
+        if self.pairs or isinstance(self.inner, torch.optim.SGD):
             return {}
         return {
             name: torch.where(square > 0, (square.sqrt() + group["eps"]) / group["factor"], math.inf)
@@ -235,7 +378,7 @@ def check_optimizer(kind: OptimizerKind, *, device: str | None = None) -> None:
 
     device: `cpu` or `cuda`, if known already.
     """
-    if kind in ("adamw", "gauss-newton"):
+    if kind in _OWN_STATE:
         return
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f"optimizer.kind: {kind} needs the package bitsandbytes; {GET}, or take adamw")

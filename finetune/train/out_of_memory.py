@@ -109,7 +109,7 @@ def plan_memory(engine: Engine, *, train: Train, optimizer: Optimizer, measured:
     adapter = sum(local_part(p).nbytes for p in engine.parameters.values())
     frozen = sum(local_part(p).nbytes for p in engine.model.parameters() if not p.requires_grad)
     frozen += sum(scale.nbytes for scale in quantization_scales(engine.model).values())
-    moments = optimizer_bytes([local_part(p).numel() for p in engine.parameters.values()], optimizer.kind)
+    moments = optimizer_bytes({n: local_part(p).numel() for n, p in engine.parameters.items()}, optimizer.kind)
     activations = max(0, measured.used - (frozen + 2 * adapter + moments))
     return MemoryPlan(frozen, adapter, adapter, moments, activations)
 
@@ -135,7 +135,7 @@ def propose_changes(engine: Engine, plan: MemoryPlan, *, train: Train, optimizer
         saves = _four_bit_savings(engine.model)
         changes.append(SettingChange("train.quantization: nf4", "another backbone, to rounding; extra `quant`", saves))
     if optimizer.kind == "adamw" and world.size == 1:
-        saves = plan.optimizer - optimizer_bytes([p.numel() for p in engine.parameters.values()], "adamw-8bit")
+        saves = plan.optimizer - optimizer_bytes({n: p.numel() for n, p in engine.parameters.items()}, "adamw-8bit")
         changes.append(SettingChange("optimizer.kind: adamw-8bit", "moments in 8 bits; extra `quant`", saves))
     if (shorter := train.max_length // 2) >= 2:
         cost = "longer samples are cut"

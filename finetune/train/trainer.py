@@ -36,10 +36,11 @@ from ..compute.numerics import (
     without_input_casts,
 )
 from ..compute.precision import autocast, infer_precision, tf32_products
+from ..config import FACTOR_OPTIMIZERS
 from ..data.eval_batching import EvalBatching
 from ..data.example import Example
 from ..digests import DONE, FILES, adapter_file_digests
-from ..errors import Interrupted
+from ..errors import Interrupted, UserError
 from ..evaluate.evaluator import evaluate
 from ..evaluate.metrics import find_metric
 from ..evaluate.packing_check import check_packing_isolation
@@ -242,6 +243,11 @@ class Trainer:
         self.metric = full_evaluation_metric(train, stage.task)
         self.lr_scheduler = Schedule.of(train, stage.optimizer, stage.folder)
         self.optimizer = AdapterOptimizer(engine.parameters, stage.optimizer)
+        if stage.optimizer.kind in FACTOR_OPTIMIZERS and not engine.world.any(bool(self.optimizer.pairs)):
+            raise UserError(
+                f"optimizer.kind: {stage.optimizer.kind} steps the factors of linear layers, and adapter.targets names "
+                "none; take adamw"
+            )
         self.solver = (
             GaussNewton(self.optimizer.parameters, decay=stage.optimizer.weight_decay)
             if stage.optimizer.kind == "gauss-newton"

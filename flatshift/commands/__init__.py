@@ -26,7 +26,8 @@ SUMMARIES = {
     "merge": "fold a run's adapter into its backbone",
     "export": "a run for other programs: hub, llama.cpp, Ollama, vLLM",
     "push": "upload a folder of export or merge to a model hub",
-    "recipes": "list, show or copy the shipped recipes",
+    "recipes": "list, show or copy the shipped recipes, or translate one of another tool",
+    "schema": "JSON schema of recipes, for completion in editors",
     "doctor": "environment, versions, devices, shadowed names",
 }
 

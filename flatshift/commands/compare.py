@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from tyro.conf import Positional
 
 from flatshift import outcome
-from flatshift.command_line import parse_command
+from flatshift.command_line import parse_command, print_result
+from flatshift.experiments.recipe.schema import ExecutorOptions
 from flatshift.finetune.errors import UserError
 
 
-@dataclass(frozen=True)
-class Flags:
+@dataclass(frozen=True, kw_only=True)
+class Flags(ExecutorOptions):
     """Compare training methods by a recipe's `comparison` block: equal trials, paired seeds, one primary endpoint."""
 
     recipe: Positional[str]
@@ -27,8 +27,8 @@ class Flags:
     """Only these methods and the baseline."""
     tasks: tuple[str, ...] = ()
     """Only these tasks."""
-    jobs: int = 2
-    """Worker processes, one thread each."""
+    jobs: int | None = None
+    """Cells that run at the same time, one thread each; by default 2, and as many as a cluster has room for."""
     json: bool = False
     """Print comparison.json when done."""
 
@@ -48,9 +48,10 @@ def run(argv: list[str]) -> int:
         methods=flags.methods,
         tasks=flags.tasks,
         jobs=flags.jobs,
+        execution=flags,
         page=page,
     )
-    print(json.dumps(document, indent=2, ensure_ascii=False) if flags.json else "\n".join(summary_lines(document)))
+    print_result(document, "\n".join(summary_lines(document)), as_json=flags.json)
     if not flags.json:
         print(flags.out / "report.html")
         outcome.print_outcome("", [["flatshift", "report", str(flags.out)]])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from tyro.conf import Positional
 
-from flatshift.command_line import parse_flags
+from flatshift.command_line import parse_flags, print_json, print_result
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.redaction import find_secrets
 
@@ -33,7 +32,7 @@ def run(argv: list[str]) -> int:
     from flatshift.experiments.workflows.doctor import diagnose, format_result
 
     result = diagnose(deep=flags.deep)
-    print(json.dumps(result, indent=2, ensure_ascii=False) if flags.json else format_result(result))
+    print_result(result, format_result(result), as_json=flags.json)
     return 0 if result["ok"] else 1
 
 
@@ -44,7 +43,7 @@ def _report_secrets(flags: Flags, directory: Path) -> int:
         raise UserError(f"{directory}: no such directory; name a run, or leave it out to look at the installation")
     places = [f"{file}:{line}" for file, line in find_secrets(directory)]
     if flags.json:
-        print(json.dumps({"ok": not places, "secrets": places}, indent=2, ensure_ascii=False))
+        print_json({"ok": not places, "secrets": places})
     elif places:
         print(*places, sep="\n")
         print(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +10,7 @@ from typing import Any, Literal
 from tyro.conf import Positional
 
 from flatshift import api, outcome
-from flatshift.command_line import parse_command, spawn_ranks
+from flatshift.command_line import parse_command, print_result, spawn_ranks
 from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.recipe.auto import find_mesh_overrides, mesh_flags
 from flatshift.finetune.errors import UserError
@@ -164,7 +163,7 @@ def run(argv: list[str]) -> int:
 
     result = evaluate_run(path, data=flags.data, overrides=overrides, quiet=flags.json)
     if job.rank() == 0:
-        print(json.dumps(result, indent=2, ensure_ascii=False) if flags.json else format_result(result))
+        print_result(result, format_result(result), as_json=flags.json)
         if not flags.json:
             outcome.print_outcome("", outcome.commands_after_run(read_run(path)))
     return 0
@@ -231,7 +230,7 @@ def _evaluate_side_by_side(flags: Flags, argv: list[str], overrides: list[Any]) 
         quiet=flags.json,
         page=page,
     )
-    print(json.dumps(document, indent=2, ensure_ascii=False) if flags.json else format_document(document))
+    print_result(document, format_document(document), as_json=flags.json)
     return 0
 
 
@@ -251,7 +250,7 @@ def _run_probe(flags: Flags, argv: list[str], overrides: list[Any], sampling: An
         command=join_command(["flatshift", "eval", *argv]),
         quiet=flags.json,
     )
-    print(json.dumps(document, indent=2, ensure_ascii=False) if flags.json else format_document(document))
+    print_result(document, format_document(document), as_json=flags.json)
     return 0
 
 
@@ -270,7 +269,7 @@ def _run_sharpness(flags: Flags, overrides: list[Any]) -> int:
     result = measure_run_sharpness(
         flags.run, settings, data=flags.data, overrides=overrides, quiet=flags.json, draw=api.draw_report, **options
     )
-    print(json.dumps(result, indent=2, ensure_ascii=False) if flags.json else format_result(result))
+    print_result(result, format_result(result), as_json=flags.json)
     return 0
 
 
@@ -286,5 +285,5 @@ def _run_harness(flags: Flags, overrides: list[Any]) -> int:
 
     options = _settings_with_prefix(flags, "harness_")
     record = run_harness(flags.run, flags.harness, overrides=overrides, quiet=flags.json, **options)
-    print(json.dumps(record, indent=2, ensure_ascii=False) if flags.json else format_record(record))
+    print_result(record, format_record(record), as_json=flags.json)
     return 0

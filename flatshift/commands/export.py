@@ -9,7 +9,7 @@ from typing import Any, Literal
 from tyro.conf import Positional
 
 from flatshift import outcome
-from flatshift.command_line import parse_flags
+from flatshift.command_line import parse_flags, print_json
 from flatshift.finetune.errors import UserError
 
 
@@ -35,6 +35,8 @@ class Flags:
     """A checkout of llama.cpp whose converters are used; they also convert a plain LoRA adapter."""
     license: str | None = None
     """Licence of the adapter by its name on the hub (apache-2.0, …); without it the card asks for one."""
+    json: bool = False
+    """Print the folder and its comparison with the run as JSON."""
 
 
 def run(argv: list[str]) -> int:
@@ -45,6 +47,9 @@ def run(argv: list[str]) -> int:
     from flatshift.experiments.workflows.export import export_run as export_run
 
     result = export_run(flags.run, out, base_model=flags.base_model, license=flags.license, add=flags.add)
+    if flags.json:
+        print_json({"folder": str(out), "compared": result})
+        return 0
     print(out)
     for line in comparison_lines(result):
         print(line)
@@ -84,6 +89,9 @@ def _export_deployment(flags: Flags, out: Path) -> int:
 
     assert flags.to != "hub"
     result = export_for_program(flags.run, out, program=flags.to, outtype=flags.outtype, llama_cpp=flags.llama_cpp)
+    if flags.json:
+        print_json({"folder": str(out), **result})
+        return 0
     print(out)
     print(*comparison_lines(result["compared"]), sep="\n")
     if flags.to == "vllm":

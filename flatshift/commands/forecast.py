@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tyro.conf import Positional
 
 from flatshift.api import draw_report
-from flatshift.command_line import data_override, parse_command
+from flatshift.command_line import data_override, parse_command, print_result
 from flatshift.experiments.recipe import load_recipe
+from flatshift.experiments.recipe.schema import ExecutorOptions
 from flatshift.finetune.errors import UserError
 
 
-@dataclass(frozen=True)
-class Flags:
+@dataclass(frozen=True, kw_only=True)
+class Flags(ExecutorOptions):
     """Predict test error along rows, rank, label noise and ridge from gradients at initialisation; nothing is
     trained."""
 
@@ -44,18 +45,24 @@ def run(argv: list[str]) -> int:
     if flags.out is None:
         raise UserError("--out is missing: name the directory to make")
     from flatshift.experiments.report.chapters.sweep import forecast_sentences
-    from flatshift.experiments.workflows.error_forecast import forecast_into
+    from flatshift.experiments.studies.executors.local import LocalExecutor
+    from flatshift.experiments.studies.queue import open_executor, parse_executor
+    from flatshift.experiments.studies.study import forecast_rows_by
+    from flatshift.experiments.workflows.error_forecast import forecast_into, forecast_rows
 
-    forecast = forecast_into(
-        load_recipe(flags.recipe, overrides),
-        flags.out,
-        ranks=flags.ranks,
-        noises=flags.noise,
-        draws=flags.draws,
-        more=flags.more,
-        quiet=flags.json,
-        draw=draw_report,
-    )
+    kind, _ = parse_executor(flags)
+    with open_executor(flags, LocalExecutor(), jobs=None) as executor:
+        forecast = forecast_into(
+            load_recipe(flags.recipe, overrides),
+            flags.out,
+            ranks=flags.ranks,
+            noises=flags.noise,
+            draws=flags.draws,
+            more=flags.more,
+            quiet=flags.json,
+            draw=draw_report,
+            compute=forecast_rows if kind == "local" else partial(forecast_rows_by, executor),
+        )
     lines = [*forecast_sentences(forecast), str(flags.out / "report.html")]
-    print(json.dumps(forecast, indent=2) if flags.json else "\n".join(lines))
+    print_result(forecast, "\n".join(lines), as_json=flags.json)
     return 0

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from tyro.conf import Positional, UseAppendAction
 
-from flatshift.command_line import parse_command
+from flatshift.command_line import parse_command, print_json
 from flatshift.experiments.recipe import from_override, refuse_contradictions
 from flatshift.finetune.errors import UserError
 
@@ -73,7 +72,7 @@ def run(argv: list[str]) -> int:
         quiet=flags.json,
     )
     if flags.json:
-        print(json.dumps(records, indent=2, ensure_ascii=False))
+        print_json(records)
     else:
         print(format_answers(records) if flags.out is None else f"{flags.out}: {len(records):,} answers")
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -10,7 +9,7 @@ from typing import Literal
 from tyro.conf import Positional
 
 from flatshift import outcome
-from flatshift.command_line import parse_flags
+from flatshift.command_line import parse_flags, print_json
 from flatshift.commands.export import comparison_lines
 
 
@@ -35,7 +34,7 @@ def run(argv: list[str]) -> int:
 
     result = merge_run(flags.run, out, dtype=flags.dtype)
     if flags.json:
-        print(json.dumps({"out": str(out), **result}, indent=2))
+        print_json({"out": str(out), **result})
         return 0
     print(f"{out}: {result['dtype']}")
     for dtype, rounding in result["rounding"].items():

@@ -11,6 +11,7 @@ from typing import Literal
 from tyro.conf import Positional
 
 from flatshift.command_line import data_override, parse_command
+from flatshift.experiments.recipe import gallery_recipes
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.redaction import join_command
 
@@ -32,8 +33,8 @@ class Flags:
     model: str | None = None
     """Another backbone: a directory, a config.json, a hub name, or a common shape such as llama-3.1-70b."""
     gpus: str | None = None
-    """COUNTxNAME, for example 64xH100-80; NAME@GB for another memory; `here`: what this machine has. Default:
-    1xH100-80, with a note."""
+    """COUNTxNAME, for example 64xH100-80; NAME@GB for another memory; CPU@GB for a machine without any; `here`: what
+    this machine has. Default: what the recipe's name says (`flatshift recipes`), else 1xH100-80, with a note."""
     node: int | None = None
     """Devices per node; by default 8, or all of them."""
     nvlink: float | None = None
@@ -70,11 +71,13 @@ def run(argv: list[str]) -> int:
         return 0
     from flatshift.experiments.workflows.mesh_plan import format_plan, plan_mesh
 
+    shown = gallery_recipes().get(flags.recipe)
+    gpus = flags.gpus or (_ASSUMED if shown is None else shown.gpus)
     document = plan_mesh(
         flags.recipe,
         overrides,
         model=flags.model,
-        gpus=flags.gpus or _ASSUMED,
+        gpus=gpus,
         node=flags.node,
         link=flags.nvlink,
         network=flags.ib,
@@ -95,7 +98,7 @@ def run(argv: list[str]) -> int:
             written = page({**document, "command": f"flatshift plan {join_command(argv)}"})
         write_text(flags.out, written)
     if flags.gpus is None:
-        note = f"note: planned for {_ASSUMED}, as no --gpus is given; --gpus here plans for this machine"
+        note = f"note: planned for {gpus}, as no --gpus is given; --gpus here plans for this machine"
         print(note, file=sys.stderr)
     print(text if flags.json else format_plan(document))
     if flags.out is not None and not flags.json:

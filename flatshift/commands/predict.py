@@ -9,7 +9,7 @@ from typing import Literal
 from tyro.conf import Positional
 
 from flatshift import outcome
-from flatshift.command_line import parse_command, recipe_arguments
+from flatshift.command_line import parse_command, print_json, recipe_arguments
 from flatshift.experiments.recipe import from_override, refuse_contradictions
 from flatshift.finetune.errors import UserError
 
@@ -39,6 +39,8 @@ class Flags:
     leading '."""
     device: str | None = None
     """auto, cpu, cuda or cuda:N; by default the run's own."""
+    json: bool = False
+    """Print the file and its number of rows as JSON."""
     quiet: bool = False
     """Print only errors."""
 
@@ -59,8 +61,11 @@ def run(argv: list[str]) -> int:
     refuse_contradictions(overrides)
     if flags.raw and flags.out.suffix not in (".csv", ".tsv"):
         raise UserError(f"--raw is of .csv and .tsv, and {flags.out} has no cells that are quoted; leave it out")
-    count = predict_from_run(flags.run, flags.data, flags.out, overrides=overrides, raw=flags.raw, quiet=flags.quiet)
-    if not flags.quiet:
+    quiet = flags.quiet or flags.json
+    count = predict_from_run(flags.run, flags.data, flags.out, overrides=overrides, raw=flags.raw, quiet=quiet)
+    if flags.json:
+        print_json({"file": str(flags.out), "rows": count})
+    elif not flags.quiet:
         print(f"{flags.out}: {count:,} rows")
         words = recipe_arguments(argv, Flags, without="train")
         words += [] if flags.bad_rows is None else ["--data.bad_rows", flags.bad_rows]

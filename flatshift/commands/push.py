@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from flatshift.command_line import parse_flags
+from flatshift.command_line import parse_flags, print_result
 from flatshift.experiments.run.console import Console
 from flatshift.finetune.errors import UserError, is_remote
 
@@ -29,6 +29,8 @@ class Flags:
     """Make a newly created hub repository public; by default it is private."""
     message: str | None = None
     """Commit message on the hub."""
+    json: bool = False
+    """Print the address and what was sent as JSON."""
 
 
 def run(argv: list[str]) -> int:
@@ -38,9 +40,10 @@ def run(argv: list[str]) -> int:
     else:
         from flatshift.experiments.workflows.export import push_to_hub
 
-        print(push_to_hub(flags.folder, flags.destination, public=flags.public, message=flags.message))
+        address = push_to_hub(flags.folder, flags.destination, public=flags.public, message=flags.message)
+        print_result({"address": address}, address, as_json=flags.json)
     card = flags.folder / "README.md"
-    if card.is_file() and "to fill in" in card.read_text(encoding="utf-8").lower():
+    if not flags.json and card.is_file() and "to fill in" in card.read_text(encoding="utf-8").lower():
         print("its card has places to fill in: licences of adapter, backbone and data")
     return 0
 
@@ -54,4 +57,5 @@ def _push_to_store(flags: Flags) -> None:
     with Console().task("upload, percent", 100) as bar:
         done = push_to_store(flags.folder, flags.destination, lambda sent, total: bar(100 * sent // max(total, 1)))
     already = f", {done.present:,} lay there" if done.present else ""
-    print(f"{flags.destination}: {done.sent:,} files sent, {done.bytes:,} bytes{already}; all compared")
+    text = f"{flags.destination}: {done.sent:,} files sent, {done.bytes:,} bytes{already}; all compared"
+    print_result({"address": flags.destination, **done._asdict()}, text, as_json=flags.json)

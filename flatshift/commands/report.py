@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from flatshift.command_line import parse_flags
+from flatshift.command_line import parse_flags, print_result
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.lock import exclusive_lock
 
@@ -22,6 +22,8 @@ class Flags:
     """Directories."""
     out: Path | None = None
     """HTML file; by default report.html in the first directory."""
+    json: bool = False
+    """Print the page's path as JSON."""
 
 
 def run(argv: list[str]) -> int:
@@ -38,7 +40,7 @@ def run(argv: list[str]) -> int:
     with exclusive_lock(out):
         page = build_report(flags.runs, out=out)
     trained = [run for run in find_runs(flags.runs) if run.eval]
-    if len(trained) > 1 and (lines := metric_lines(trained)):
+    if not flags.json and len(trained) > 1 and (lines := metric_lines(trained)):
         print(lines, file=sys.stderr)
-    print(page)
+    print_result({"page": str(page)}, str(page), as_json=flags.json)
     return 0

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tyro.conf import Positional
 
-from flatshift.command_line import parse_flags
+from flatshift.command_line import parse_flags, print_json
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ def run(argv: list[str]) -> int:
 
     entries = list_directories(flags.folder)
     if flags.json:
-        print(json.dumps([asdict(entry) for entry in entries], indent=2, ensure_ascii=False))
+        print_json([asdict(entry) for entry in entries])
         return 0
     if not entries:
         print(f"no run, selection, sweep or study is in {flags.folder}")

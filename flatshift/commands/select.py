@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from tyro.conf import Positional
 
 from flatshift import outcome
 from flatshift.api import draw_report
-from flatshift.command_line import parse_command, recipe_arguments
+from flatshift.command_line import parse_command, print_json, recipe_arguments
 from flatshift.experiments.recipe import Resolved, from_override, load_recipe, refuse_contradictions
 from flatshift.experiments.recipe.rules import SPLIT_RULES, check_rules
 from flatshift.experiments.run.console import force_exit_on_signal, pause_heartbeat
@@ -154,6 +153,6 @@ def _select_on_ranks(flags: Flags, resolved: Resolved, words: Sequence[str]) -> 
 def _print_result(manifest: dict[str, Any], flags: Flags, words: Sequence[str]) -> None:
     assert flags.out is not None
     if flags.json:
-        print(json.dumps(manifest, indent=2, ensure_ascii=False))
+        print_json(manifest)
     else:
         outcome.print_selection_outcome(flags.out, flags.recipe, words)

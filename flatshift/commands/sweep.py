@@ -9,7 +9,7 @@ from tyro.conf import Positional
 
 from flatshift import outcome
 from flatshift.api import draw_report
-from flatshift.command_line import data_override, parse_command
+from flatshift.command_line import data_override, parse_command, print_json
 from flatshift.experiments.recipe.schema import SweepOptions
 from flatshift.finetune.errors import UserError
 
@@ -25,6 +25,8 @@ class Flags(SweepOptions):
     for test, unless --data.dev.files, --data.test.files or --data.holdout are given."""
     out: Path | None = None
     """Sweep directory (required); an existing one is continued, with the same grid or another."""
+    json: bool = False
+    """Print the lowest setting and the verdicts as JSON when done."""
 
 
 def run(argv: list[str]) -> int:
@@ -34,6 +36,9 @@ def run(argv: list[str]) -> int:
         raise UserError("--out is missing: name the sweep directory to make or continue")
     from flatshift.experiments.studies.sweep import sweep
 
-    code = sweep(flags.recipe, overrides, flags.out, flags, draw=draw_report)
-    outcome.print_sweep_outcome(flags.out, argv)
+    code = sweep(flags.recipe, overrides, flags.out, flags, quiet=flags.json, draw=draw_report)
+    if flags.json:
+        print_json(outcome.summarize_sweep(flags.out))
+    else:
+        outcome.print_sweep_outcome(flags.out, argv)
     return code

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from tyro.conf import Positional
 
-from flatshift.command_line import parse_flags
+from flatshift.command_line import parse_flags, print_json, print_result
 from flatshift.finetune.data.config import Columns
 from flatshift.finetune.data.tokenizer_schemes import SCHEMES, Scheme
 from flatshift.finetune.errors import UserError
@@ -88,7 +87,7 @@ def run(argv: list[str]) -> int:
         quiet=flags.json,
         page=page,
     )
-    print(json.dumps(document, indent=2, ensure_ascii=False) if flags.json else format_document(document))
+    print_result(document, format_document(document), as_json=flags.json)
     if flags.out is not None and not flags.json:
         print(flags.out / "report.html")
     return 0
@@ -119,7 +118,7 @@ def _run_train(argv: list[str]) -> int:
         page=page,
     )
     if flags.json:
-        print(json.dumps(document, indent=2, ensure_ascii=False))
+        print_json(document)
     else:
         print(*filter(None, [format_scheme_comparison(document), str(flags.out / "report.html")]), sep="\n")
     return 0

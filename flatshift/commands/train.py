@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +9,8 @@ from tyro.conf import Positional
 
 from flatshift import outcome
 from flatshift.api import draw_report
-from flatshift.command_line import data_override, parse_command, spawn_ranks, split_overrides
-from flatshift.experiments.recipe import load_recipe, resume_recipe
+from flatshift.command_line import data_override, parse_command, print_json, spawn_ranks, split_overrides
+from flatshift.experiments.recipe import load_recipe, recipe_like, resume_recipe
 from flatshift.experiments.recipe.auto import axis_flags, find_mesh_overrides, mesh_flags
 from flatshift.experiments.recipe.schema import format_keys_by_block
 from flatshift.finetune.errors import UserError
@@ -24,7 +23,7 @@ class Flags:
     """Fine-tune an adapter by a recipe. Any recipe key is a flag: --train.steps 100 --adapter.rank 4."""
 
     recipe: Positional[str | None] = None
-    """Recipe file or shipped recipe (`flatshift recipes list`)."""
+    """Recipe file or shipped recipe (`flatshift recipes`)."""
     data: tuple[str, ...] = ()
     """Files of training rows; short for --data.train.files. A tenth of your own rows is held out for dev and a tenth
     for test, unless --data.dev.files, --data.test.files or --data.holdout are given."""
@@ -32,6 +31,8 @@ class Flags:
     """Run directory to create; by default runs/DATE-TIME-NAME."""
     resume: Path | None = None
     """Continue this run directory exactly where it stopped."""
+    like: Path | None = None
+    """Begin a new run with the recipe of this run directory; flags override it."""
     verbose: bool = False
     """Print the memory plan by component, three samples of the first batch, and measured rates; log.txt always has
     them."""
@@ -46,8 +47,8 @@ def run(argv: list[str]) -> int:
         print(format_keys_by_block())
         raise
     overrides = data_override(flags.data, overrides)
-    if (flags.recipe is None) == (flags.resume is None):
-        raise UserError("train needs either a RECIPE (`flatshift recipes list`) or --resume RUN_DIR")
+    if sum(source is not None for source in (flags.recipe, flags.resume, flags.like)) != 1:
+        raise UserError("train needs one of RECIPE (see `flatshift recipes`), --resume RUN_DIR and --like RUN_DIR")
     run_directory, resolved, axes = flags.resume or flags.out, None, overrides
     if flags.resume is not None:
         if flags.out is not None:
@@ -59,7 +60,7 @@ def run(argv: list[str]) -> int:
         if spawn.must_spawn_ranks(resumed.recipe.mesh):
             return spawn_ranks("train", argv, resumed.recipe, flags.resume)
     else:
-        resolved = load_recipe(flags.recipe, overrides)
+        resolved = load_recipe(flags.recipe, overrides) if flags.like is None else recipe_like(flags.like, overrides)
         if chosen := mesh_flags(resolved.recipe):
             return run([*argv, *chosen])
         if spawn.must_spawn_ranks(resolved.recipe.mesh):
@@ -88,7 +89,7 @@ def run(argv: list[str]) -> int:
     if job.rank() != 0:
         return 0
     if flags.json:
-        print(json.dumps(result, indent=2, ensure_ascii=False))
+        print_json(result)
     elif run_directory is not None:
         outcome.print_training_outcome(run_directory)
     return 0

@@ -94,14 +94,24 @@ class AdapterParameters:
     def moved(self, direction: Mapping[str, Tensor], factor: Tensor | float = 1.0) -> Iterator[None]:
         """Move θ to θ + `factor` · `direction` inside the context; on exit, even by an exception, restore it bit for
         bit."""
-        values = self.values()
-        before = {name: value.clone() for name, value in values.items()}
+        values = list(self.values().values())
+        if not values:  # a pipeline stage without an adapter
+            yield
+            return
+        before = [torch.empty_like(value) for value in values]
+        with torch.no_grad():
+            torch._foreach_copy_(before, values)
         try:
             with torch.no_grad():
-                for name, value in values.items():
-                    value.add_((direction[name] * factor).to(value.dtype))
+                _add_scaled(values, [direction[name] for name in self.parameters], factor)
             yield
         finally:
             with torch.no_grad():
-                for name, value in self.values().items():
-                    value.copy_(before[name])
+                torch._foreach_copy_(list(self.values().values()), before)
+
+
+def _add_scaled(values: list[Tensor], steps: list[Tensor], factor: Tensor | float) -> None:
+    """Add `factor` · `steps` to `values` in place, in a few launches on CUDA."""
+    # A factor of another dtype would make CUDA fall back to a launch for each tensor.
+    moves = torch._foreach_mul(steps, factor.to(steps[0]) if isinstance(factor, Tensor) else factor)
+    torch._foreach_add_(values, [move.to(value) for move, value in zip(moves, values, strict=True)])

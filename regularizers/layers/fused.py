@@ -43,6 +43,12 @@ def unsafe_reshape(y: Tensor, shape: Sequence[int]) -> Tensor:
     return out
 
 
+def aligned_columns(count: int, device: torch.device) -> int:
+    """Return `count` of probe columns with those of zeros that a device wants beside them: a row of a matrix that is
+    not a multiple of 16 bytes keeps CUDA's matrix units from it."""
+    return -(-count // 8) * 8 if device.type == "cuda" else count
+
+
 def _up_projection(noise_out: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
     """Return [U, sB] (m, k + r)."""
     return torch.cat([noise_out, b * scaling], 1).to(dtype)
@@ -335,8 +341,10 @@ class NoiseBranch:
 
     def __init__(self, site: LoraSite, rank: int, probes: int, dtype: torch.dtype) -> None:
         self.site, self.rank = site, rank
-        self.probe = torch.zeros(site.rows, probes, dtype=dtype, device=site.device).requires_grad_(probes > 0)
-        """U_P, a leaf of zeros that only receives a gradient. Not a Parameter: optimizers and clipping never see it."""
+        columns = aligned_columns(probes, site.device)
+        self.probe = torch.zeros(site.rows, columns, dtype=dtype, device=site.device).requires_grad_(probes > 0)
+        """U_P, a leaf of zeros that only receives a gradient, with `aligned_columns`. Not a Parameter: optimizers and
+        clipping never see it."""
         self.noise_in: Tensor | None = None
         self.noise_out: Tensor | None = None
         self.probe_in: Tensor | None = None

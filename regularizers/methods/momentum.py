@@ -139,9 +139,9 @@ class MomentumRegularizer(AttachedRegularizer):
             averaged = self.config.ema * self._average + (1 - self.config.ema) * norms
             averaged = torch.where(self._updates == 0, norms, averaged)
             self._average = torch.where(usable, averaged, self._average)
-        for name, gradient in gradients.items():
-            momentum = self._momentum[name]
-            updated = torch.add(gradient, momentum, alpha=self.config.momentum)
+        momenta = [self._momentum[name] for name in gradients]
+        sums = torch._foreach_add(list(gradients.values()), momenta, alpha=self.config.momentum) if momenta else []
+        for momentum, updated in zip(momenta, sums, strict=True):
             torch.where(usable, updated, momentum, out=momentum)
         self._updates = self._updates + usable
         self._skipped = self._skipped + ~norm.isfinite()

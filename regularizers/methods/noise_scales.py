@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from flatshift.regularizers.config import GGPO
 from flatshift.regularizers.layers.fused import NoiseBranch
@@ -44,8 +45,10 @@ def scheduled_sigma(sigma: float, schedule: Schedule, step: int, total_steps: in
 
 
 def layer_means(values: Tensor, sizes: list[int]) -> Tensor:
-    """Return the mean of each layer's rows, (layers,)."""
-    return torch.stack([part.mean() for part in values.split(sizes)])
+    """Return the mean of each layer's rows, (layers,), of `values` ≥ 0: sums as 1-norms, which CUDA takes of all layers
+    in a few launches."""
+    sums = torch._foreach_norm(values.split(sizes), 1)
+    return torch.stack(torch._foreach_div(sums, [float(size) for size in sizes]))
 
 
 def debias_ema(ema: Tensor, updates: Tensor, decay: float) -> Tensor:
@@ -203,7 +206,7 @@ class NoiseScales:
         self.branches, self.config, self._placement = branches, config, placement
         sites = [branch.site for branch in branches]
         names = [site.name for site in sites]
-        self._probes = branches[0].probe.shape[1]
+        self._probes = config.probes if config.beta > 0 else 0
         self.device, dtype = branches[0].probe.device, branches[0].probe.dtype
         self.rows = SiteRows(sites, placement, self.device)
         self._widths = [site.columns for site in sites]
@@ -324,6 +327,8 @@ class NoiseScales:
         probes = self.norms.new_empty(sum(self._widths), 0)
         if sketches:
             probes = unpack_signs(self._probe_in.words(step), self._probes, dtype=self._factor_dtype)
+            zeros = self.branches[0].probe.shape[1] - self._probes
+            probes = F.pad(probes, (0, zeros)) if zeros else probes
         noise = self._factors if scope == "step" else [(None, None)] * layers
         for branch, factors, probe in zip(self.branches, noise, probes.split(self._widths), strict=True):
             branch.install(*factors, probe)

@@ -70,8 +70,19 @@ CASES = {
     "masked, tp, tokens": Case("bert", MASKED, TOKENS),
     "smoothing, tp": Case("t5", SMOOTH, TP, "seq2seq"),
     "caps, cp": Case("gemma2", {}, CP),
+    "dft, tp": Case("llama", {"task.dft": "true"}, TP),
+    "riemannian, dp": Case("llama", {"optimizer.kind": "riemannian"}, {"mesh.dp": 2}),
+    "lora-muon, dp": Case("llama", {"optimizer.kind": "lora-muon"}, {"mesh.dp": 2}),
 }
 MORE = {
+    "dft, pp": Case("llama", {"task.dft": "true"}, PP),
+    "dft, cp": Case("gemma2", {"task.dft": "true"}, CP),
+    "dft, dp": Case("gpt2", {"task.dft": "true"}, {"mesh.dp": 2}, "completion"),
+    "lora-muon, dp of whole adapters": Case(
+        "llama", {"optimizer.kind": "lora-muon"}, {"mesh.dp": 2, "mesh.adapters": "replicate"}
+    ),
+    "lora-muon, pp": Case("gpt2", {"optimizer.kind": "lora-muon", "adapter.dora": "true"}, PP),
+    "riemannian, cp": Case("llama", {"optimizer.kind": "riemannian"}, CP),
     "dora, pp": Case("gpt2", {"adapter.dora": "true"}, PP),
     "dora, tp, tokens": Case("gpt2", {"adapter.dora": "true"}, TOKENS),
     "masked, pp": Case("roberta", MASKED, PP),

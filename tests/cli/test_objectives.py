@@ -56,6 +56,43 @@ def test_the_recipe_encoder_warmup(tmp_path: Path, capsys: pytest.CaptureFixture
     assert judged_again(out, capsys) == read(out / "eval.json")
 
 
+@pytest.mark.parametrize(
+    ("share", "block"), [(0.5, {"select.budget": 30, "select.pool.limit": 400}), (1, {"select": "null"})]
+)
+def test_a_warm_up_on_own_texts(share: float, block: dict, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """As many tokens as its share whatever the number of texts, and the same bits by the same command."""
+    warm = {"warmup.steps": 3, "warmup.batch_size": 4, "warmup.own": share} | block
+    words = ["train", "warmup", *flags(SMALL | LIMITS | warm)]
+    assert run([*words, "--out", str(tmp_path / "run")]) == 0
+    said = (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
+    if share == 1:
+        assert "40 rows" in said and not (tmp_path / "run" / "selection").exists()
+    else:
+        assert (
+            "source selected: 50.0% of tokens, 30 samples" in said and "source own: 50.0% of tokens, 40 samples" in said
+        )
+    before, after = (read(tmp_path / "run" / "stages" / "warm-up" / name) for name in ("before.json", "eval.json"))
+    assert after["test"]["perplexity"]["value"] < before["test"]["perplexity"]["value"]
+    assert run([*words, "--out", str(tmp_path / "again")]) == 0
+    adapters = [(tmp_path / name / "adapter" / "adapter_model.safetensors").read_bytes() for name in ("run", "again")]
+    assert adapters[0] == adapters[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--warmup.own", "1"], "leave the `select` block out (--select null)"),
+        (["--select", "null"], "own texts alone with warmup.own: 1"),
+        (["--warmup.own", "1.5"], "own"),
+    ],
+)
+def test_own_texts_and_a_selection_that_do_not_go_together(
+    words: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert run(["train", "warmup", *words, "--out", str(tmp_path / "run")]) == 2
+    assert sentence in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
 def test_the_recipe_seq2seq(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     from transformers import AutoModelForSeq2SeqLM
 

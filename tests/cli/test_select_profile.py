@@ -72,6 +72,19 @@ def test_another_script_than_the_targets_is_warned_of(tmp_path: Path, capsys) ->
     assert "spoke for" not in (tmp_path / "out" / "report.html").read_text(encoding="utf-8"), "a draw has no reasons"
 
 
+def test_a_choice_by_form_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Target: abstracts with spaced marks. Pool: cars in that form, cats in another; the choice goes by the form."""
+    spaced = [text.replace(" ", " , ") for text in sentences(CARS, 60, 12)]
+    plain = [text.upper().replace(" ", "--") for text in sentences(CATS, 60, 12, 1)]
+    target = [text.replace(" ", " , ") for text in sentences(["protein", "enzyme", "paw", "inhibitor"], 30, 12, 2)]
+    found = select(tmp_path, [{"text": text} for text in spaced + plain], target, "--method", "cynical")
+    assert found["selection"]["form"] > found["pool"]["form"]
+    assert found["selection"]["words_alike"] <= found["pool"]["words_alike"]
+    assert "like the target in form (case, marks and spacing" in capsys.readouterr().err
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "form like the target" in page and "words like the target" in page
+
+
 def test_auto_shows_its_table_and_takes_a_winner(tmp_path: Path, capsys) -> None:
     pool = [{"text": text} for text in sentences(CARS, 90, 12) + sentences(CATS, 40, 12, 1)]
     tried = ("--select.method.tried", '["moore-lewis", "gotd"]', "--select.embedder.dim", "4")

@@ -359,39 +359,3 @@ def test_real_cells_of_two_workers_equal_single_runs(tmp_path: Path) -> None:
         assert rows[f"{split}.loss"][1] == judged[split]["loss"]["value"], "recording and sweeping change no bit"
     kept = load_recipe(str(out / "cells" / rows["cell"][1] / "recipe.resolved.yaml")).recipe
     assert (kept.adapter.rank, kept.train.steps, kept.train.seed) == (2, 3, 0)
-
-
-# ------------------------------------------------------------------------------------------- a directory of many hosts
-
-
-def test_a_dead_hosts_cells_are_taken_over_and_nothing_stays(cheap: Sweep, tmp_path: Path, capsys) -> None:
-    grid = ("--grid", "adapter.rank=1,2", "data.train.limit=40", "--seeds", "2")
-    assert cheap(*grid, "--shared") == 0
-    whole, out = table(tmp_path / "sweep"), tmp_path / "sweep"
-    key = whole["cell"][1]
-    (out / "cells" / key / "result.json").unlink()
-    (out / ".claims").mkdir()
-    (out / ".claims" / f"{key}-3").write_text("far-away 12 x 5\n")
-    assert cheap(*grid) == 2
-    assert "worked on by process 12 on far-away, which shares it; add --shared" in capsys.readouterr().err
-    assert cheap("--grid", "adapter.rank=4", "--shared") == 2
-    assert "process 12 on far-away is at work there on another recipe or grid" in capsys.readouterr().err
-    assert cheap(*grid, "--shared", "--lease", "1") == 0
-    again = table(out)
-    assert again["cell"] == whole["cell"] and again["test.accuracy"] == whole["test.accuracy"]
-    assert started(out)[key] == 2 and sum(started(out).values()) == 5
-    assert not (out / ".claims").exists()
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (("--shared", "--part", "1/2"), "--shared runs each cell of one plan once; --part asks for more"),
-        (("--shared", "--rerun-failed"), "--rerun-failed asks for more"),
-        (("--lease", "5"), "--lease has a meaning with --shared only"),
-        (("--shared", "--lease", "0.1"), "--lease must be at least 1"),
-    ],
-)
-def test_what_a_shared_sweep_refuses(cheap: Sweep, tmp_path: Path, capsys, flags, said) -> None:
-    assert cheap("--grid", "adapter.rank=1", *flags) == 2
-    assert said in capsys.readouterr().err and not (tmp_path / "sweep").exists()

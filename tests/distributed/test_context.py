@@ -95,7 +95,7 @@ def laid_out(case: Case) -> Engine:
     tokens = ContextParallel(world)
     tokens.attach(model)
     checkpoint_activations(model, case.checkpointing)
-    sharding = shard(model, mesh=mesh, world=world, reshard=False if mesh.pp > 1 else None)
+    sharding = shard(model, mesh=mesh, world=world)
     runner = PipelineRunner(model, mesh=mesh, world=world, tokens=tokens) if mesh.pp > 1 else None
     return Engine(model, world, layout=layout, sharding=sharding, runner=runner, tokens=tokens)
 

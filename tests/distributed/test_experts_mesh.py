@@ -129,6 +129,13 @@ def test_dense_blocks_and_experts_on_shards_columns_and_shared_experts(tmp_path:
     assert all(any(part in name for name in names) for part in parts), sorted(names)[:40]
 
 
+@pytest.mark.slow
+def test_compiled_blocks_around_shared_experts(tmp_path: Path) -> None:
+    """What is exchanged stays outside of the graphs, which would otherwise be compiled for each number of tokens."""
+    ep = ["--mesh.dp", "2", "--mesh.ep", "2"]
+    compare(tmp_path, "qwen3_moe", {"compiled ep": [*ep, "--train.compile", "true"]})
+
+
 def test_what_ranks_cannot_share(tmp_path: Path) -> None:
     mixture = build_skeleton(save_mixture("mixtral", tmp_path / "mixtral"), task=LanguageModel())
     check_expert_parallel(mixture, ep=4)

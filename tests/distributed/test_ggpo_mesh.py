@@ -85,7 +85,7 @@ def build_engine(case: Case) -> Engine:
         model, _ = build_rank_stages(model, whole, mesh=mesh, world=world)
     layout = tensor_parallel(model, world=world, sequence_parallel=mesh.sequence_parallel)
     checkpoint_activations(model, case.checkpointing)
-    sharding = shard(model, mesh=mesh, world=world, reshard=False if mesh.pp > 1 else None)
+    sharding = shard(model, mesh=mesh, world=world)
     engine = Engine(model, world, layout=layout, sharding=sharding)
     if mesh.pp > 1:
         engine.runner = PipelineRunner(model, mesh=mesh, world=world)

@@ -35,6 +35,7 @@ class Case:
     micros: int = 2
     by_tokens: bool = False
     """Sequence parallelism."""
+    reshard: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ def compare(case: Case, *, pp: int, dp: int = 1, tp: int = 1) -> dict[str, Any]:
 
     mesh = Mesh(
         pp=pp, dp=dp, tp=tp, schedule=case.schedule, virtual=case.virtual, microbatches=case.pieces,
-        sequence_parallel=case.by_tokens,
+        sequence_parallel=case.by_tokens, reshard=case.reshard,
     )  # fmt: skip
     world = ProcessMesh.of(mesh, torch.device("cpu"))
     whole = whole_model(case.kind, 2 * pp, case.first_adapted)
@@ -178,7 +179,7 @@ def compare(case: Case, *, pp: int, dp: int = 1, tp: int = 1) -> dict[str, Any]:
     loss = summed_loss if case.kind == "t5" else None
     parts, stages = build_rank_stages(copy.deepcopy(whole), lambda: copy.deepcopy(whole), mesh=mesh, world=world)
     layout = tensor_parallel(parts, world=world, sequence_parallel=case.by_tokens)
-    shard(parts, mesh=mesh, world=world, reshard=False)
+    shard(parts, mesh=mesh, world=world)
     runner = PipelineRunner(parts, mesh=mesh, world=world)
     head = None if loss is not None else runner.find_head(head_probe(batches[0][0][0].inputs), task=task)
 
@@ -326,6 +327,11 @@ def test_sharded_stages() -> None:
     cases = [Case("llama", "1f1b"), Case("gpt2", "zbv"), Case("bert", "interleaved"), Case("t5", "1f1b")]
     frozen = [Case("llama", "zero-bubble", first_adapted=2), Case("llama", "gpipe", first_adapted=3)]
     check([*cases, *frozen], pp=2, dp=2)
+
+
+def test_stages_that_free_their_weights_between_pieces() -> None:
+    cases = [Case("llama", name, reshard=True) for name in ("1f1b", "zbv")]
+    check([*cases, Case("t5", "1f1b", reshard=True), Case("gpt2", "gpipe", first_adapted=3, reshard=True)], pp=2, dp=2)
 
 
 @pytest.mark.slow

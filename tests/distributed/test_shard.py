@@ -23,7 +23,7 @@ from flatshift.finetune.parallel.layout import (
     gather_full_tensors,
     local_part,
 )
-from flatshift.finetune.parallel.mesh import ProcessMesh
+from flatshift.finetune.parallel.mesh import TIMEOUT, ProcessMesh
 from flatshift.finetune.parallel.weights import load_weights, materialize
 from flatshift.finetune.seeds import torch_generator
 from tests.support.distributed_ranks import run_ranks
@@ -408,3 +408,15 @@ def test_what_cannot_be_sharded_is_said(directories):
     for offload, replicate, silent in run_ranks(refused, 2, directories["llama"]):
         assert "mesh.offload" in offload and "mesh.zero 1" in replicate
         assert silent.startswith("silently unsharded: 0 of 7 units")
+
+
+def timeouts() -> list[Any]:
+    """Of the groups of single axes, and of two together."""
+    world = ProcessMesh.of(Mesh(dp=2, tp=2), torch.device("cpu"))
+    groups = [world.group(*axes) for axes in (("dp",), ("tp",), ("dp", "tp"))]
+    return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+
+
+def test_groups_of_axes_wait_as_long_as_the_job() -> None:
+    """Not for torch's ten or thirty minutes, which an evaluation on one rank may exceed."""
+    assert run_ranks(timeouts, 4) == [[TIMEOUT] * 3] * 4

@@ -31,6 +31,9 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.S)
 
 
+ARRAY = blocks("bash")[0]
+
+
 @pytest.mark.parametrize("script", blocks("bash"), ids=("array", "run"))
 def test_scripts_parse_and_requeue_what_was_stopped(script: str) -> None:
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
@@ -75,7 +78,7 @@ def _cluster(tmp_path: Path, flatshift: str) -> dict[str, str]:
 
 def test_a_task_that_was_stopped_is_requeued(tmp_path: Path) -> None:
     script = tmp_path / "sweep.sbatch"
-    script.write_text(blocks("bash")[0].replace("--array=1-8", "--array=1-2"), encoding="utf-8")
+    script.write_text(ARRAY.replace("--array=1-8", "--array=1-2"), encoding="utf-8")
     stopped = '#!/bin/bash\n[ "$SLURM_ARRAY_TASK_ID" = 2 ] && exit 3\nexit 0\n'
     subprocess.run(["sbatch", str(script)], cwd=tmp_path, env=_cluster(tmp_path, stopped), check=True)
     assert (tmp_path / "asked").read_text(encoding="utf-8") == "requeue 77_2\n"
@@ -83,10 +86,10 @@ def test_a_task_that_was_stopped_is_requeued(tmp_path: Path) -> None:
 
 def test_the_array_and_its_merge_make_one_sweep(tmp_path: Path) -> None:
     script = tmp_path / "sweep.sbatch"
-    script.write_text(blocks("bash")[0].replace("--array=1-8", "--array=1-2"), encoding="utf-8")
+    script.write_text(ARRAY.replace("--array=1-8", "--array=1-2"), encoding="utf-8")
     ours = f'#!/bin/bash\nexec {shlex.quote(sys.executable)} -m flatshift "$@" {SMALL}\n'
     environment = _cluster(tmp_path, ours)
-    for line in blocks("console")[0].splitlines():
+    for line in next(block for block in blocks("console") if block.startswith("RECIPE=")).splitlines():
         done = subprocess.run(
             line, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG_S
         )
@@ -99,7 +102,7 @@ def test_the_array_and_its_merge_make_one_sweep(tmp_path: Path) -> None:
 
 
 def test_the_commands_of_a_selection_over_processes_are_ours() -> None:
-    block = blocks("console")[2].replace("\\\n", " ")
+    block = next(block for block in blocks("console") if block.startswith("flatshift select")).replace("\\\n", " ")
     for line in block.strip().splitlines():
         words = shlex.split(line)
         flags = words[words.index("select") + 1 :]
@@ -107,8 +110,12 @@ def test_the_commands_of_a_selection_over_processes_are_ours() -> None:
         assert parse_flags(Flags, "select", own).out == Path("selection") and not overrides
 
 
-def test_the_command_of_a_shared_sweep_is_ours() -> None:
-    words = shlex.split(blocks("console")[1])
-    own, overrides = split_overrides(words[2:], SweepFlags)
-    flags = parse_flags(SweepFlags, "sweep", own)
-    assert words[:2] == ["flatshift", "sweep"] and flags.shared and flags.out == Path("/shared/ranks") and not overrides
+def test_the_page_begins_with_three_commands_of_ours() -> None:
+    lines = [shlex.split(line) for line in blocks("console")[0].splitlines() if line.startswith("flatshift sweep")]
+    kinds = []
+    for words in lines:
+        own, overrides = split_overrides(words[2:], SweepFlags)
+        flags = parse_flags(SweepFlags, "sweep", own)
+        assert not overrides
+        kinds.append(flags.on if flags.part is None else flags.part)
+    assert kinds == ["ray", "slurm", "1/8"]

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from flatshift.cli import run
 from flatshift.experiments.recipe import from_override
@@ -16,13 +18,14 @@ from flatshift.experiments.workflows.mesh_plan import plan_mesh
 from flatshift.finetune.config import Adapter, Mesh, Train
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.planner import calibration
-from flatshift.finetune.planner.devices import Cluster
+from flatshift.finetune.planner.devices import Cluster, Devices
 from flatshift.finetune.planner.footprint import predict_footprint
-from flatshift.finetune.planner.layouts import price_layout
+from flatshift.finetune.planner.layouts import price_layout, resolve_mesh
 from flatshift.finetune.planner.rules import RuleSettings
 from flatshift.finetune.planner.sizes import KNOWN, BackboneSizes, read_sizes
 from flatshift.finetune.planner.throughput import DEVICES, RooflineConstants, StepLayout, predict_seconds
 from flatshift.finetune.tasks import LanguageModel
+from flatshift.regularizers import Plain
 
 
 @pytest.fixture(autouse=True)
@@ -220,7 +223,7 @@ def test_the_commands_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_real_models_fit_as_their_page_says(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, told in zip(plans("real-models.md"), ("11.6 GiB", "14.0 GiB", "dp 2 × tp 4"), strict=True):
+    for words, told in zip(plans("real-models.md"), ("14.5 GiB", "11.6 GiB", "14.0 GiB", "dp 2 × tp 4"), strict=True):
         assert run(words) == 0, words
         assert told in capsys.readouterr().out.splitlines()[2], words
 
@@ -261,7 +264,7 @@ _MIXTRAL = {
         ({}, ["--adapter.soft_tokens", "4"], "adapter.soft_tokens is not counted yet"),
         ({}, ["--adapter.train_whole", "[embed_tokens]"], "adapter.train_whole is not counted yet"),
         ({}, ["--adapter.bias", "all"], "adapter.bias is not counted yet"),
-        ({}, ["--adapter.experts", "4"], "adapter.experts is not counted yet"),
+        ({}, ["--adapter.experts", "4"], "adapter.experts: this backbone has no mixture of experts"),
         ({}, ["--mesh.tp", "16", "--gpus", "16xH100-80"], "16 does not divide the 24 attention heads"),
         ({}, ["--mesh.pp", "32", "--gpus", "32xH100-80"], "32 × 1 stages are more than the 28 blocks"),
         (
@@ -331,6 +334,60 @@ def test_experts_are_planned_and_said_to_be(tmp_path: Path, capsys: pytest.Captu
     )
     assert all(layout["seconds"]["experts"] > 0 for layout in shared)
     assert "no trace has checked" in " ".join(document["notes"])
+
+
+def test_adapters_on_experts_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(_MIXTRAL), encoding="utf-8")
+    words = ["plan", "--model", str(tmp_path), "--gpus", "1xH100-80", "--train.max_length", "64", "--json"]
+    documents = []
+    for more in ([], ["--adapter.experts", "4"]):
+        assert run([*words, *more]) == 0
+        documents.append(json.loads(capsys.readouterr().out)["layouts"][0])
+    frozen, adapted = documents
+    # factors, gradients and moments in float32; A and B of gate and up together, and of down
+    factors = 2 * 8 * 4 * ((256 + 64) + (64 + 128))
+    assert adapted["bytes"]["adapter"] - frozen["bytes"]["adapter"] == 16 * factors
+    assert adapted["bytes"]["activations"] > frozen["bytes"]["activations"]
+    assert adapted["seconds"]["products"] > frozen["seconds"]["products"]
+
+
+def test_auto_divides_experts_where_that_is_faster(tmp_path: Path) -> None:
+    config = _MIXTRAL | {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+    config |= {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000, "num_experts_per_tok": 2}
+    folder = _weightless(tmp_path / "mixtral", config)
+    train = Train(precision="bf16", batch_size=8, max_length=512, checkpointing="full")
+    settings: dict[str, Any] = {"adapter": Adapter(), "train": train, "task": LanguageModel(), "regularizer": Plain()}
+    devices = Devices("cuda", 8, 78 * 2**30, row="H100-80")
+    mesh, reasons = resolve_mesh(Mesh(auto=True, tp=1), backbone=folder, devices=devices, **settings)
+    assert mesh.ep > 1 and any(f"ep {mesh.ep}: a step is predicted to take" in reason for reason in reasons)
+    quantized = settings | {"train": dataclasses.replace(train, quantization="nf4")}
+    mesh, _ = resolve_mesh(Mesh(auto=True), backbone=folder, devices=devices, **quantized)
+    assert mesh.ep == 1
+
+
+def _weightless(folder: Path, config: dict[str, Any]) -> Path:
+    """A backbone whose weight file is all header."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]].from_dict(config))
+    header = {name: {"dtype": "BF16", "shape": list(p.shape)} for name, p in model.named_parameters()}
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    return folder
+
+
+def test_a_pipeline_that_frees_its_weights_is_planned_where_they_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--model", "llama-3.1-70b", "--gpus", "8xA100-40", "--mesh.pp", "2", "--mesh.dp", "4"]
+    words += ["--train.max_length", "1024", "--train.batch_size", "16"]
+    assert run(words) == 0 and "reshard: true" in capsys.readouterr().out
+    words.append("--json")
+    assert run(words) == 0
+    (layout,) = json.loads(capsys.readouterr().out)["layouts"]
+    assert layout["fits"] and layout["mesh"] == {"pp": 2, "dp": 4} and layout["bytes"]["gathered"] < 5 * 2**30
+    assert run([*words, "--mesh.reshard", "false"]) == 1
+    (layout,) = json.loads(capsys.readouterr().out)["layouts"]
+    assert not layout["fits"] and layout["bytes"]["gathered"] > 60 * 2**30
 
 
 def test_experts_that_are_shared_out_are_not_gathered(tmp_path: Path) -> None:

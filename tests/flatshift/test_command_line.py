@@ -56,7 +56,7 @@ def _flags() -> Iterator[tuple[str, str, str]]:
 
 TAKEN = {
     "0": "--temperature --tokens --price --nvlink --ib --epsilon --memory --noise --sharpness-sigmas --sharpness-rhos "
-    "--every --lease --top-p",
+    "--every --top-p",
     "-1": "--tokens --price --nvlink --ib --epsilon --memory --noise --sharpness-sigmas --sharpness-rhos "
     "--seeds --points --ranks --budget --port --sharpness-draws",
 }

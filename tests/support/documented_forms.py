@@ -349,6 +349,7 @@ def prepare(home: Path) -> None:
         b"  dev: {files: [pairs.jsonl]}\n  test: {files: [true.jsonl]}\n  checks: {copies: off}\n",
         "compared/tasks/trec_qc.jsonl.xz": lzma.compress(_jsonl({"text": f"the cat {i} sat on the {_WORDS[i % 15]}",
             "label": LABELS[i % 2], "split": "train" if i < 40 else "test"} for i in range(60))),
+        "axolotl.yaml": b"base_model: decoder\nlora_r: 4\nsave_safetensors: true\n",
         "removed.jsonl": b'{"id": "0-3", "match": "0-1", "why": "minhash"}\n',
         "true.jsonl": _jsonl({"text": f"a dog {i}", "label": y} for i, y in enumerate(LABELS)),
         "mixture.yaml": b"extends: language-model\nbackbone: decoder\ndata:\n  train:\n    files: []\n    weigh: tokens\n"
@@ -800,6 +801,12 @@ FORMS: list[Form] = [
     _form("tokenizer train", "tokenizer train --data texts.jsonl --schemes default --vocabulary 300 --seeds 0 --out {out}",
           holds("tokenizers.json")),
     _form("recipes list", "recipes list --json", printed("classify")),
+    _form("recipes from axolotl", "recipes from axolotl.yaml --out {out}.yaml", says("axolotl.yaml:3: save_safetensors"),
+          code=1),
+    _form("recipes from, as JSON", "recipes from axolotl.yaml --json", printed("recipe", "adapter", "rank", value=4), code=1),
+    _form("schema", "schema", printed("properties", "train")),
+    _form("train like a run", "train --like {run:classify-encoder} --adapter.rank 3 --optimizer.lr 1e-3 "
+          "--optimizer.warmup 0 --out {out}", judged("accuracy")),
     _form("recipes show", "recipes show classify", says("backbone: flatshift-5m")),
     _form("recipes copy", "recipes copy classify {out}.yaml", lambda found: "task:" in found.out.read_text()),
     _form("doctor", "doctor", says("flatshift")),
@@ -846,7 +853,7 @@ FORMS: list[Form] = [
     _form("serve on no port", "serve {run:chat-messages} --port 70000 --host ::1 --api-key k --allow-origin '*'",
           says("70000"), code=2),
     *(_form(f"{verb} --help", f"{verb} --help", says("usage: flatshift " + verb))
-      for verb in ["chat", "compare", "demo", "doctor", "eval", "export", "forecast", "generate", "merge", "plan", "predict", "push", "recipes", "report", "runs", "select", "serve", "sweep", "tokenizer", "train"]),
+      for verb in ["chat", "compare", "demo", "doctor", "eval", "export", "forecast", "generate", "merge", "plan", "predict", "push", "recipes", "report", "runs", "schema", "select", "serve", "sweep", "tokenizer", "train"]),
 ]  # fmt: skip
 RUNS["resumed"] = _form("resumed", _train("classify", "encoder", "labels.jsonl"), judged("accuracy"))
 RUNS["resumed-writing"] = _form("resumed-writing", _train("completion", "decoder", "questions.jsonl",

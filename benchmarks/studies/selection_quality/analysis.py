@@ -114,9 +114,23 @@ def _endpoint(plan: Plan, outcome: Outcome, ours: str, base: str, budget: int, m
     result = paired_test(sides[0], sides[1])
     if result is None:
         return None
+    result["over_targets"] = _over_targets(plan, outcome, ours, base, budget, metric)
     if metric == "accuracy":
         result["bootstrap"] = _bootstrap(plan, outcome, ours, base, budget, sorted(set(sides[0]) & set(sides[1])))
     return {**result, "p_holm": None}
+
+
+def _over_targets(
+    plan: Plan, outcome: Outcome, ours: str, base: str, budget: int, metric: str
+) -> dict[str, Any] | None:
+    """t-interval over the targets, each one's mean over paired seeds: what another target may expect. None for fewer
+    than three."""
+    differences = []
+    for target in plan.study.targets:
+        first, second = (_values(_finals(plan, outcome, arm, target, budget), metric) for arm in (ours, base))
+        seeds = first.keys() & second.keys()
+        differences.append(math.fsum(first[s] - second[s] for s in seeds) / len(seeds))
+    return asdict(t_interval(differences)) if len(differences) > 2 else None
 
 
 def _bootstrap(

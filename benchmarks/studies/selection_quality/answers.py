@@ -150,7 +150,8 @@ def protocol(plan: Plan) -> list[str]:
         f"{study.seeds} seeds for every arm; intervals are 95 % t-intervals of seed-paired differences. The detectable "
         "effect is (t.975 + t.80)·s_d/√S. Where all seeds differ by the same amount, there is no spread to test by: no "
         "p and no interval are given, and Holm's correction counts that arm with p = 1.",
-        "The t-intervals hold for these test rows and targets; item sampling is not in them. Accuracy endpoints have a "
+        "Intervals over seeds hold for these test rows and targets; item sampling is not in them. The interval over "
+        "targets, of each one's mean over seeds, is what another target may expect. Accuracy endpoints have a "
         "second interval, the percentiles of a bootstrap over seeds and test rows, the same rows for both "
         "sides; of nats only totals are kept, and no such interval is given.",
         "Recall: the share of the hidden domains' passages among those chosen, of what the budget could hold. "

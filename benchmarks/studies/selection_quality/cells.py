@@ -20,6 +20,7 @@ from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.results.cells import RESULT
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies.cell import Cell as QueuedCell
+from flatshift.experiments.studies.executors.local import LocalExecutor
 from flatshift.experiments.studies.study import CellBatches
 from flatshift.finetune.digests import write_sealed
 from flatshift.finetune.errors import Interrupted
@@ -84,7 +85,8 @@ class SelectionCell:
 
     each: whether every budget has a selection of its own, as the method shapes it for one size; else one order serves
     all, and a smaller budget takes its beginning. like: key of the selection that a matched draw follows. unit: of
-    budgets. form: whether form alone counts. times: how often a budget in tokens reads the choice.
+    budgets. form: whether form alone counts. times: how often a budget in tokens reads the choice. own: the budget's
+    share of the target's own texts.
     """
 
     key: str
@@ -100,6 +102,7 @@ class SelectionCell:
     unit: str = "passages"
     form: bool = False
     times: int = 1
+    own: float = 0.0
     kind: str = "selection"
     embedder: None = None
 
@@ -118,6 +121,7 @@ class TrainingCell:
 
     kind: `trial`, `fine-tune trial` or `final`. lr: of the warm-up; None: there is none. fine_tune_lr: None: no
     fine-tune. selection: its key. form, forgetting: whether it is evaluated in one plain form, and on the pool, too.
+    own: share of the warm-up's rows that are the target's own texts.
     """
 
     key: str
@@ -137,6 +141,7 @@ class TrainingCell:
     judged_length: int
     form: bool = False
     forgetting: bool = False
+    own: float = 0.0
     embedder: None = None
 
     @property
@@ -231,7 +236,11 @@ class Runner:
     ) -> None:
         self.directory, self._run_cell = directory, run_cell
         self._batches = CellBatches(
-            directory.parent, jobs=jobs, console=console, label=label, run=partial(_run, run_cell)
+            directory.parent,
+            LocalExecutor(jobs, own_threads=1),
+            console=console,
+            label=label,
+            run=partial(_run, run_cell),
         )
 
     def result(self, cell: Any) -> Result:

@@ -109,7 +109,7 @@ def _selected(
         pool, target = replace(pool, tokens=tokens), replace(target, tokens=TokenRows.of(tokenize(texts), vocabulary))
         lengths = tokens.lengths + 1  # a passage ends with a token of its own
         if cell.unit == "tokens":
-            size = min(len(lengths), int(size / cell.times / lengths.mean()) + 1)
+            size = min(len(lengths), int(size * (1 - cell.own) / cell.times / lengths.mean()) + 1)
     if cell.form:
         pool = replace(pool, tokens=shapes(list(pool.texts or ())))
         target = replace(target, tokens=shapes(list(target.texts or ())))
@@ -125,7 +125,8 @@ def _selected(
         return {budget: order[:budget] for budget in budgets}, about
     order = np.asarray(selector.select(len(lengths)))
     reached = np.cumsum(lengths[order])
-    return {each: order[: int(np.searchsorted(reached, each / cell.times)) + 1] for each in budgets}, about
+    share = (1 - cell.own) / cell.times
+    return {each: order[: int(np.searchsorted(reached, each * share)) + 1] for each in budgets}, about
 
 
 def matched_draw(stored: StoredPool, followed: np.ndarray, budgets: tuple[int, ...], seed: int) -> np.ndarray:

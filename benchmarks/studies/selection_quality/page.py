@@ -85,12 +85,14 @@ def arms_table(document: Document) -> Lines:
     share, accuracy = recalls(document), has_accuracy(document)
     further = [m for m in ("form_nats", "pool_nats") if any(arm.get(m) for arm in document["arms"].values())]
     names = {"form_nats": "in plain form, %", "pool_nats": "of the pool, % (forgetting)"}
-    head = ["arm", "perplexity, %", "nats/token", "95 % interval", "p (Holm)", *(names[metric] for metric in further)]
+    head = ["arm", "perplexity, %", "over targets, %", "nats/token", "over seeds", "p (Holm)"]
+    head += [names[metric] for metric in further]
     head += ["accuracy, points", "95 % interval", "95 % with test rows"] * accuracy + ["recall, %", "what it is"]
     lines = []
     for name, arm in ranked(document):
         nats = arm["nats"]
-        cells = [name, percent(nats), *formats.mean_and_interval(nats), formats.number(nats["p_holm"])]
+        over = interval_over_targets(nats)
+        cells = [name, percent(nats), over, *formats.mean_and_interval(nats), formats.number(nats["p_holm"])]
         cells += [percent(arm[metric]) for metric in further]
         if accuracy:
             result = arm["accuracy"]
@@ -114,13 +116,14 @@ def focus_table(document: Document) -> Lines:
         pair = document["arms"][document["focus"]] if arm == document["baseline"] else document["against"][arm]
         cells = [arm, *([size] * (len(sizes) > 1))]
         if whole and pair["nats"] is not None:
-            cells += [percent(pair["nats"], interval=True), formats.number(pair["nats"]["p_holm"])]
+            over = interval_over_targets(pair["nats"])
+            cells += [percent(pair["nats"], interval=True), over, formats.number(pair["nats"]["p_holm"])]
         else:
             mean = math.fsum(result["value"] for result in by_target.values()) / len(by_target)
-            cells += [percent({"value": mean}), "–"]
+            cells += [percent({"value": mean}), "–", "–"]
         cells += [percent(pair.get("form_nats") if whole else None, interval=True)] * form
         lines.append([*cells, *(percent(by_target.get(target)) for target in targets)])
-    head = ["compared with", *(["budget"] * (len(sizes) > 1)), "mean of targets", "p (Holm)"]
+    head = ["compared with", *(["budget"] * (len(sizes) > 1)), "mean (over seeds)", "over targets", "p (Holm)"]
     return [*head, *(["in plain form"] * form), *targets], lines
 
 
@@ -178,6 +181,12 @@ def percent(result: Found, *, interval: bool = False) -> str:
     ends = [result[key] for key in ("value", "low", "high") if result.get(key) is not None]
     mean, *rest = (f"{100 * math.expm1(end):+.1f}".replace("-", "−") for end in ends)
     return f"{mean} ({' to '.join(rest)})" if interval and rest else mean
+
+
+def interval_over_targets(result: Mapping[str, Any]) -> str:
+    """The interval over targets of an endpoint, as a change of perplexity in percent."""
+    over = result["over_targets"]
+    return "–" if over is None else percent(over, interval=True).partition("(")[2].rstrip(")")
 
 
 def beside_focus(document: Document) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:

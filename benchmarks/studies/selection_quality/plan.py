@@ -124,11 +124,24 @@ class Plan:
                 "selection", self.features.key, settings_tree(recipe.select.method), rows.identity, list(rows.domains),
                 seed, list(budgets), like, *(["a selection for each budget"] if each else []),
                 *([study.unit, recipe.backbone] if tokens else []), *(["by form alone"] if form else []),
-                *([spec.times] if spec.times > 1 else []),
+                *([spec.times] if spec.times > 1 else []), *(["own", spec.own] if spec.own else []),
             ]
         )  # fmt: skip
         return SelectionCell(
-            key, arm, target, seed, recipe, self.features, rows, budgets, each, like, study.unit, form, spec.times
+            key,
+            arm,
+            target,
+            seed,
+            recipe,
+            self.features,
+            rows,
+            budgets,
+            each,
+            like,
+            study.unit,
+            form,
+            spec.times,
+            spec.own,
         )
 
     def trial(self, arm: str, target: str, lr: float) -> TrainingCell:
@@ -170,6 +183,7 @@ class Plan:
             recipe = self.resolve(arm, target, changes | {"warmup.steps": max(1, round(budget / step))})
         selection = self.selection(arm, target, seed) if budget is not None else None
         source = study.arms[arm].source if arm else "none"
+        own = study.arms[arm].own if arm else 0.0
         form, forgetting = (wanted and kind == "final" for wanted in (study.form, study.forgetting))
         key = recipe_key(
             dataclasses.replace(recipe, select=None, warmup=recipe.warmup if source != "none" else None),
@@ -177,11 +191,13 @@ class Plan:
                 kind, source, budget, selection.key if selection else None, rows.identity,
                 self.pool.key if source == "pool" else None, study.packed, study.judged_length, fine_tune_lr is None,
                 *(["in plain form, too"] if form else []), *(["on the pool, too", self.pool.key] if forgetting else []),
+                *(["own", own] if own else []),
             ],
         )  # fmt: skip
         return TrainingCell(
             key, kind, arm, source, target, budget, seed, lr, fine_tune_lr, recipe,
             selection.key if selection else None, self.pool, rows, study.packed, study.judged_length, form, forgetting,
+            own,
         )  # fmt: skip
 
     def resolve(self, arm: str, target: str, changes: Mapping[str, Any] | None = None) -> Recipe:

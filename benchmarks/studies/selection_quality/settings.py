@@ -65,11 +65,17 @@ class QualityArm:
     """The arm that a `matched` draw follows."""
     times: int = 1
     """How often the warm-up reads the choice: of budgets in tokens the best passages that hold budget/times of them."""
+    own: float = 0.0
+    """Share of the warm-up's tokens that are the target's own texts; the choice has the rest of the budget."""
     note: str = ""
     """One line about it for the page."""
 
     def __post_init__(self) -> None:
         check_bounds(self, times=(1, None))
+        if not 0 <= self.own < 1:
+            raise ValueError(f"own: {self.own} is no share from 0 to below 1; the texts alone are source: target")
+        if self.own and self.source != "selector":
+            raise ValueError(f"own: an arm of source {self.source} runs no selector; leave it out")
         for key in _leaves(self.set):
             if self.source != "selector":
                 raise ValueError(f"set has {key!r}, but an arm of source {self.source} runs no selector; leave it out")
@@ -146,6 +152,8 @@ class Quality:
         for name, arm in self.arms.items():
             if arm.times > 1 and self.unit != "tokens":
                 raise ValueError(f"arms: {name} reads its choice {arm.times} times, which needs unit: tokens")
+            if arm.own and self.unit != "tokens":
+                raise ValueError(f"arms: {name} mixes in own texts, which needs unit: tokens")
             if arm.source == "matched" and (arm.like not in self.arms or self.arms[arm.like].source != "selector"):
                 raise ValueError(f"arms: {name} is matched to {arm.like!r}, which is no arm with a selector")
             if arm.source != "matched" and arm.like:

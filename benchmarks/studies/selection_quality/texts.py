@@ -62,6 +62,14 @@ def packed_rows(texts: Sequence[str], tokenizer: Any, *, rows: int, length: int,
     return Packed(examples, len(seen), distinct, needed / distinct)
 
 
+def join_packed(first: Packed, second: Packed) -> Packed:
+    """The rows of both, numbered anew; their order in training is the loader's."""
+    parts = [example.input_ids for example in (*first.examples, *second.examples)]
+    examples = [Example(ids, list(ids), str(row), f"row {row}") for row, ids in enumerate(parts)]
+    distinct = first.tokens + second.tokens
+    return Packed(examples, first.passages + second.passages, distinct, sum(map(len, parts)) / distinct)
+
+
 def _encoded(texts: Sequence[str], order: list[int], tokenizer: Any) -> Iterator[list[int]]:
     for low in range(0, len(order), _BATCH):
         some = [texts[i] for i in order[low : low + _BATCH]]

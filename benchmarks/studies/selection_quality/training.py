@@ -21,7 +21,7 @@ from benchmarks.studies.selection_quality.cells import TrainingCell
 from benchmarks.studies.selection_quality.choosing import chosen_rows
 from benchmarks.studies.selection_quality.pool import open_pool, split_rows, target_texts
 from benchmarks.studies.selection_quality.settings import settings_tree
-from benchmarks.studies.selection_quality.texts import packed_rows, plain_form
+from benchmarks.studies.selection_quality.texts import join_packed, packed_rows, plain_form
 from flatshift.experiments.recipe.schema import Recipe, short_hash
 from flatshift.finetune.config import Optimizer, Train
 from flatshift.finetune.data.encoding import encode
@@ -123,8 +123,12 @@ def _warmed(
         return None, False
     assert warmup is not None
     texts, name = _texts(root, cell)
+    own_texts: Sequence[str] = _own_texts(cell) if cell.own else []
+    if own_texts:
+        name = f"{name} and {cell.own} of {short_hash(own_texts)}"
     if form:
-        texts, name = [plain_form(text) for text in texts], f"{name} in plain form"
+        texts, own_texts = ([plain_form(text) for text in some] for some in (texts, own_texts))
+        name = f"{name} in plain form"
     train = dataclasses.replace(
         recipe.train, steps=warmup.steps, batch_size=warmup.batch_size, accumulate=warmup.accumulate,
         max_length=cell.packed,
@@ -138,8 +142,12 @@ def _warmed(
         _take_over(engine, _WARM[key][0])
     else:
         rows = warmup.steps * warmup.batch_size * warmup.accumulate
+        own = round(cell.own * rows)
+        lengths = {"length": cell.packed, "seed": derive_seed(cell.seed, "stream")}
         tokenizer = kept_tokenizer(recipe.backbone)
-        result = packed_rows(texts, tokenizer, rows=rows, length=cell.packed, seed=derive_seed(cell.seed, "stream"))
+        result = packed_rows(texts, tokenizer, rows=rows - own, **lengths)
+        if own:
+            result = join_packed(result, packed_rows(own_texts, tokenizer, rows=own, **lengths))
         train_examples(recipe, engine, result.examples, _LANGUAGE, optimizer, train)
         adapter = {name: tensor.detach().clone() for name, tensor in lora_only(trainable(engine.model)).items()}
         about = {"passages": result.passages, "tokens": result.tokens, "epochs": round(result.epochs, 3)}
@@ -152,7 +160,7 @@ def _warmed(
 def _texts(root: Path, cell: TrainingCell) -> tuple[Sequence[str], str]:
     """The passages that a warm-up draws from, and a name that is theirs alone."""
     if cell.source == "target":
-        texts = [str(row.values["text"]) for row in target_texts(cell.rows, cell.recipe.task, cell.seed)]
+        texts = _own_texts(cell)
         return texts, short_hash(texts)
     stored = open_pool(root, cell.pool.key)
     if cell.source == "pool":
@@ -160,6 +168,11 @@ def _texts(root: Path, cell: TrainingCell) -> tuple[Sequence[str], str]:
     assert cell.selection is not None and cell.budget is not None
     rows = np.sort(chosen_rows(root, cell.selection, cell.budget))
     return [stored.texts[i] for i in rows.tolist()], short_hash([cell.pool.key, rows.tolist()])
+
+
+def _own_texts(cell: TrainingCell) -> list[str]:
+    """The target's own texts, those that selectors see."""
+    return [str(row.values["text"]) for row in target_texts(cell.rows, cell.recipe.task, cell.seed)]
 
 
 def _take_over(engine: Engine, adapter: dict[str, Tensor]) -> None:

@@ -189,6 +189,10 @@ def _profile_section(profile: dict[str, Any]) -> Section:
         ["words: 10 %, median, 90 %", *(" · ".join(f"{w:g}" for w in profile[s]["words"]) for s in sides)],
         ["repeats, but for numbers and marks", *(formats.percent(profile[s]["repeats"]) for s in sides)],
         ["scripts", *(format_shares(s, "scripts") for s in sides)],
+        *(
+            [name, *("–" if key not in profile[s] else f"{profile[s][key]:.2f}" for s in sides)]
+            for key, name in (("form", "form like the target's"), ("words_alike", "words like the target's"))
+        ),
         ["sources", *(format_shares(s, "sources") for s in sides)],
     ]
     caption = f"Of up to {profile['pool']['texts']:,} texts of each side."

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from flatshift.experiments.recipe.schema import ExecutorOptions
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies.compare import tuning
@@ -22,6 +23,9 @@ from flatshift.experiments.studies.compare.comparison_plan import (
     Pair,
     Result,
 )
+from flatshift.experiments.studies.executors import Executor
+from flatshift.experiments.studies.executors.local import LocalExecutor
+from flatshift.experiments.studies.queue import open_executor, parse_executor
 from flatshift.experiments.studies.study import CellBatches, claim_study, run_study_cells
 from flatshift.finetune.atomic import read_json_object, write_json
 from flatshift.finetune.errors import UserError
@@ -30,14 +34,14 @@ from flatshift.finetune.evaluate.metrics import find_metric
 _EQUAL_TIME = "equal_time.json"
 
 
-def run_study(plan: ComparisonPlan, out: Path, *, jobs: int, console: Console) -> ComparisonResults:
-    """Run cells without a result, in `jobs` processes of one thread each (1: in this one), and gather all results.
+def run_study(plan: ComparisonPlan, out: Path, executor: Executor, *, console: Console) -> ComparisonResults:
+    """Run cells without a result and gather all results.
     Raises UserError if `out`, locked by the caller, holds something else."""
     plan.check()
     plan.read_rows(out)
     claim_study(out, plan.resolved.to_yaml(), "comparison")
     plan.write_rows()
-    batches = CellBatches(out, jobs=jobs, console=console, label="compare")
+    batches = CellBatches(out, executor, console=console, label="compare")
     outcome = ComparisonResults()
     _tune_methods(plan, batches, outcome)
     study = plan.study
@@ -178,23 +182,29 @@ def compare(
     overrides: Sequence[Branch] = (),
     methods: Sequence[str] = (),
     tasks: Sequence[str] = (),
-    jobs: int = 2,
+    jobs: int | None = None,
+    execution: ExecutorOptions | None = None,
     quiet: bool = False,
     page: Callable[[dict[str, Any]], str] | None = None,
 ) -> dict[str, Any]:
     """Run the comparison of `recipe` into `out` and return the contents of comparison.json.
 
     recipe: file or shipped name with a `comparison` block. data: directory of the tasks' files. methods, tasks: only
-    these (the baseline always); empty: all. jobs: worker processes, one thread each. page: draws report.html of the
+    these (the baseline always); empty: all. jobs: cells at the same time, one thread each; by default 2 here, and as
+    many as a cluster has room for. execution: where cells run; None: here. page: draws report.html of the
     document. Raises UserError for bad input, before any cell runs; Interrupted when stopped: the same call resumes.
     """
 
+    processes, execution = 2 if jobs is None else jobs, execution or ExecutorOptions()
+    parse_executor(execution)
+
     def measure(plan: ComparisonPlan, console: Console) -> dict[str, Any]:
-        return analyse(plan, run_study(plan, out, jobs=jobs, console=console))
+        with open_executor(execution, LocalExecutor(processes, own_threads=1), jobs=jobs) as executor:
+            return analyse(plan, run_study(plan, out, executor, console=console))
 
     def plan() -> ComparisonPlan:
         return ComparisonPlan(recipe, overrides, data=data, out=out, methods=methods, tasks=tasks)
 
-    options: dict[str, Any] = {"jobs": jobs, "quiet": quiet, "inputs": (_EQUAL_TIME,)}
+    options: dict[str, Any] = {"jobs": processes, "quiet": quiet, "inputs": (_EQUAL_TIME,)}
     command = f"flatshift compare {recipe}"
     return run_study_cells(command, out, DOCUMENT, plan=plan, measure=measure, page=page, **options)

@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,13 +20,13 @@ from flatshift.experiments.recipe.resolve import describe_held_out_rows
 from flatshift.experiments.recipe.rules import check_recipe
 from flatshift.experiments.recipe.schema import SweepConfig, SweepOptions
 from flatshift.experiments.recipe.tree import Branch
-from flatshift.experiments.results.cells import RESULT
+from flatshift.experiments.results.cells import RESULT, read_marker
 from flatshift.experiments.run.console import Console, Draw
 from flatshift.experiments.statistics.peak import InterimLook, plan_looks
 from flatshift.experiments.studies.cell import Cell
 from flatshift.experiments.studies.directory import read_results, stale_keys, write_done
-from flatshift.experiments.studies.leases import CLAIMS, LONGEST_S, SHORTEST_S, Leases, check_unclaimed
-from flatshift.experiments.studies.queue import DevicePlacement, choose_devices, run_cells
+from flatshift.experiments.studies.executors.local import LocalExecutor, choose_devices
+from flatshift.experiments.studies.queue import open_executor, parse_executor, run_cells
 from flatshift.experiments.studies.sweep import directory
 from flatshift.experiments.studies.sweep.axes import Axes, Design, axis_values, count_points, parse_grid
 from flatshift.experiments.studies.sweep.bisection import Bisection, bisect, parse_bisection
@@ -59,7 +57,7 @@ def sweep(
     stopped or when the disk is full.
     """
     request = _parse_request(SweepBase.of(recipe, overrides), options)
-    placement = _place_workers(options, request)
+    local = _local_executor(options, request)
     part = None if options.part is None else directory.SweepPart.parse(options.part)
     _check_exclusive_flags(options)
     directory.check_parts(options.merge)
@@ -67,10 +65,7 @@ def sweep(
     request.base.check(request.axes)
     request.check_size(MAX_CELLS if options.max_cells is None else options.max_cells)
     console = Console(quiet=quiet)
-    if options.shared:
-        return _sweep_shared(out, request, options, placement, console, draw)
-    with exclusive_lock(out):
-        check_unclaimed(out)
+    with open_executor(options, local, jobs=options.jobs) as executor, exclusive_lock(out):
         request, cells = _plan_cells(out, request, console, part)
         directory.claim_directory(out, request.document(cells), request.base.resolved)
         searched: dict[str, None] = {}
@@ -83,7 +78,7 @@ def sweep(
             rerun = stale_keys(results, console, rerun=options.rerun_stale)
             if options.rerun_failed:  # a diverged run would diverge again
                 rerun |= {key for key, result in results.items() if result["status"] == "failed"}
-            run_cells(out, batch, placement, console, label=label, rerun=rerun)
+            run_cells(out, batch, executor, console, label=label, rerun=rerun)
 
         columns: dict[str, Row] = {}
         try:
@@ -99,13 +94,14 @@ def sweep(
                 elif looks:
                     cells = _run_until_decided(out, request, cells, looks, run, console)
                 else:
+                    executor.announce(functools.partial(_write_planned, out, cells, draw))
                     run(cells)
         except Interrupted:
             with contextlib.suppress(OSError):  # if the disk is full, the cells at least are saved
                 write_table(out, cells)
             raise
         with disk_full_interrupts(f"writing the tables of {out}"):
-            return _write_outputs(out, cells, columns, console, draw)
+            return executor.finish(lambda: _write_outputs(out, cells, columns, console, draw))
 
 
 def _plan_cells(
@@ -132,51 +128,11 @@ def _plan_cells(
     return request, cells
 
 
-def _sweep_shared(
-    out: Path,
-    request: _SweepRequest,
-    options: SweepOptions,
-    placement: DevicePlacement,
-    console: Console,
-    draw: Draw | None,
-) -> int:
-    """Run cells together with other hosts until all have a result; each host then writes the same tables and page."""
-    seconds = 60.0 if options.lease is None else options.lease
-
-    def lost(name: str) -> None:
-        print(
-            f"flatshift: interrupted: {name} was taken over by another host, which had seen no sign of life from this "
-            f"one for {seconds:g} s; start the same command again",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(3)
-
-    directory.check_directory(out)  # before anything is written to it
-    existed = out.exists()
-    with contextlib.ExitStack() as stack:
-        if not existed:
-            stack.callback(_remove_if_empty, out)
-        leases = stack.enter_context(Leases(out / CLAIMS, seconds=seconds, lost=lost))
-        whole = functools.partial(
-            leases.exclusive, directory.PLANNED, on_wait=lambda holder: console.say(f"waiting for {holder}")
-        )
-        with whole(), exclusive_lock(out):
-            request, cells = _plan_cells(out, request, console, None)
-            directory.check_same_plan(out, request.document(cells))
-            directory.claim_directory(out, request.document(cells), request.base.resolved)
-        run_cells(out, cells, placement, console, leases=leases)
-        with whole(), exclusive_lock(out), disk_full_interrupts(f"writing the tables of {out}"):
-            return _write_outputs(out, cells, {}, console, draw)
-
-
-def _remove_if_empty(out: Path) -> None:
-    with contextlib.suppress(OSError):
-        out.rmdir()
-
-
-def _place_workers(options: SweepOptions, request: _SweepRequest) -> DevicePlacement:
+def _local_executor(options: SweepOptions, request: _SweepRequest) -> LocalExecutor:
     """Return the worker processes and the devices assigned to them in turn (`choose_devices`)."""
+    kind, _ = parse_executor(options)
+    if kind != "local" and options.devices != "auto":
+        raise UserError(f"--devices {options.devices} names devices of this machine; with --on {kind}, give --gpus")
     devices, jobs = choose_devices(options.devices, request.base.recipe.train.device), options.jobs
     workers = jobs if jobs is not None else max(1, len(devices))
     if workers < 1:
@@ -185,21 +141,10 @@ def _place_workers(options: SweepOptions, request: _SweepRequest) -> DevicePlace
         raise UserError(
             f"--jobs {jobs} leaves some of --devices {options.devices} without work; give at least {len(devices)}"
         )
-    return DevicePlacement(workers, devices)
+    return LocalExecutor(workers, devices)
 
 
 def _check_exclusive_flags(options: SweepOptions) -> None:
-    if options.lease is not None and not options.shared:
-        raise UserError("--lease has a meaning with --shared only; add that, or leave it out")
-    if options.lease is not None and not SHORTEST_S <= options.lease <= LONGEST_S:
-        raise UserError(f"--lease {options.lease:g}: give {SHORTEST_S:g} to {LONGEST_S:,.0f} seconds")
-    if options.shared:
-        others = {
-            "--bisect": options.bisect, "--part": options.part, "--merge": options.merge, "--until": options.until,
-            "--rerun-stale": options.rerun_stale, "--rerun-failed": options.rerun_failed,
-        }  # fmt: skip
-        if other := next((flag for flag, value in others.items() if value), None):
-            raise UserError(f"--shared runs each cell of one plan once; {other} asks for more: leave one of them out")
     if options.bisect is not None and (options.part or options.merge):
         raise UserError("--bisect looks at each cell before it plans the next: it takes no --part and no --merge")
     if options.part and options.merge:
@@ -321,6 +266,14 @@ def _parse_request(base: SweepBase, options: SweepOptions) -> _SweepRequest:
         raise UserError(f"--seeds must be at least 1, got {count}")
     check_metric(block.metric, base.recipe.task, "sweep.metric")
     return _SweepRequest(base, axes, count, design or "grid", points, search, block.metric)
+
+
+def _write_planned(out: Path, cells: Sequence[Cell], draw: Draw | None) -> int:
+    """Write tables and page after the last cell, without the command that planned them, unless another plan has come.
+    Return the exit code."""
+    if read_marker(out).get("keys") != [cell.key for cell in cells]:
+        return 0
+    return _write_outputs(out.absolute(), cells, {}, Console(), draw)
 
 
 def _write_outputs(

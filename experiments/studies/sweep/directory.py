@@ -28,7 +28,6 @@ from flatshift.experiments.results.cells import (
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies.cell import Cell
 from flatshift.experiments.studies.directory import WORKERS, read_results
-from flatshift.experiments.studies.leases import CLAIMS, claim_holder, list_claims
 from flatshift.finetune.atomic import (
     atomic_directory,
     has_only_leftovers,
@@ -41,9 +40,6 @@ from flatshift.finetune.errors import UserError
 from flatshift.finetune.lock import INSIDE
 from flatshift.finetune.run_directory import COMMAND, ENVIRONMENT, RECIPE, disk_full_interrupts, write_provenance
 
-PLANNED = "plan"
-"""Claim of a host that needs a whole shared directory: to plan, and to write the tables."""
-
 
 def check_directory(out: Path) -> None:
     """Raise UserError for a path that cannot be a sweep's: a file, other content, or another format."""
@@ -53,7 +49,7 @@ def check_directory(out: Path) -> None:
         read_marker(out)
         return
     marker_lost = (out / "cells").is_dir() and (out / WORKERS).exists()
-    if out.exists() and not marker_lost and not has_only_leftovers(out, allowed=(INSIDE, WORKERS, CLAIMS)):
+    if out.exists() and not marker_lost and not has_only_leftovers(out, allowed=(INSIDE, WORKERS)):
         raise UserError(f"{out} is not empty and is not a sweep directory; name another --out")
 
 
@@ -70,17 +66,6 @@ def claim_directory(out: Path, plan: dict[str, Any], base: Resolved) -> None:
     write_marker(out, plan)
     with disk_full_interrupts(f"writing {out}"):
         write_provenance(out, recipe_yaml=base.to_yaml())
-
-
-def check_same_plan(out: Path, plan: dict[str, Any]) -> None:
-    """Raise UserError if hosts that share the directory are running another plan."""
-    before = read_marker(out) if (out / MARKER).is_file() else {}
-    others = [path for path in list_claims(out) if not path.name.startswith(PLANNED)]
-    if before and others and _without_stamps(before) != _without_stamps(plan):
-        raise UserError(
-            f"{out}: {claim_holder(others[0])} is at work there on another recipe or grid; start the same command "
-            "as there, or name another --out"
-        )
 
 
 SEALED = (MARKER, RECIPE, COMMAND, ENVIRONMENT, CELLS, CURVES, POINTS, EMC)

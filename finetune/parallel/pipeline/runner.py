@@ -53,7 +53,8 @@ class PipelineRunner:
         self._anatomy = ModelParts.of(parts[0])
         scatters = mesh.tp > 1 and not mesh.sequence_parallel and self._anatomy.width % mesh.tp == 0
         group = world.group("tp") if scatters else None
-        self.stages = [StageModel(parts[i], index, self.total, scatter=group) for i, index in enumerate(indices)]
+        how: dict[str, Any] = {"scatter": group, "reshards": mesh.reshards}
+        self.stages = [StageModel(parts[i], index, self.total, **how) for i, index in enumerate(indices)]
         self._divisors = (mesh.tp if mesh.sequence_parallel else 1, mesh.tp if scatters else 1)
         """Divisors of tokens and width of the hidden states that a tensor-parallel rank sends."""
         self.transport = StageTransport(self.stages, mesh=mesh, world=world)

@@ -140,7 +140,15 @@ class StageModel(nn.Module):
     Called as `stage(*received, piece=index)` between `begin` and `end`; `run` is a single forward pass.
     """
 
-    def __init__(self, part: nn.Module, index: int, stages: int, *, scatter: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        part: nn.Module,
+        index: int,
+        stages: int,
+        *,
+        scatter: dist.ProcessGroup | None = None,
+        reshards: bool = False,
+    ) -> None:
         """Collect the ports of the stage.
 
         Args:
@@ -149,10 +157,11 @@ class StageModel(nn.Module):
             scatter: tensor-parallel ranks of the stage, each of which sends its part of the hidden states' last dim;
                 those of the next stage gather them (scatter/gather of PTD-P, 2104.04473 §4.1). None: each rank sends
                 its hidden states whole.
+            reshards: True if FSDP2 frees gathered weights after every pass, False if after the step's last one.
         """
         super().__init__()
         self.part, self.index, self.total = part, index, stages
-        self._scatter = scatter
+        self._scatter, self._reshards = scatter, reshards
         self.is_last = index == stages - 1
         self._inputs = sorted((m for m in part.modules() if isinstance(m, StageInput)), key=lambda port: port.slot)
         self._outputs = [m for m in part.modules() if isinstance(m, StageOutput)]
@@ -176,7 +185,7 @@ class StageModel(nn.Module):
             dtype: of the hidden states that stages exchange.
         """
         self._pieces, self._loss, self._context, self._dtype = pieces, loss, context, dtype
-        self._sync(False)  # FSDP2 adds up gradients and keeps gathered weights until the last piece's backward pass
+        self._sync(False)  # FSDP2 adds up gradients until the last piece's backward pass
 
     def end(self) -> None:
         """Drop the step's pieces and free gathered weights."""
@@ -231,7 +240,7 @@ class StageModel(nn.Module):
         for root in self._roots:
             root.set_requires_gradient_sync(last)
             root.set_is_last_backward(last)
-            root.set_reshard_after_backward(last)
+            root.set_reshard_after_backward(last or self._reshards)
 
     def release(self) -> None:
         """Free gathered weights; without a backward pass nothing else frees those of a forward pass."""

@@ -107,7 +107,9 @@ def format_rate_line(preconditioned: float, optimizer: Optimizer, *, rows: int) 
 
 
 def mean_loss(model: nn.Module, batches: Sequence[MicroBatch], *, task: Task, head: Head | None = None) -> Loss:
-    """Return the mean loss over all target labels of `batches`, which are on the model's device."""
+    """Return the mean loss over all target labels of `batches`, which are on the model's device; with `task.dft`
+    without its weights, whose slope the gradient leaves out."""
+    task = task.replace(dft=False) if task.dft else task
     supervised = sum(micro.supervised for micro in batches)
 
     def loss() -> Iterator[Tensor]:

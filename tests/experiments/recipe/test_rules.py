@@ -46,6 +46,7 @@ RECIPES = {
     "train.compile does not go with record": broken(train=COMPILED, record=TraceRecording()),
     "record: a run on a mesh": broken(record=TraceRecording(), mesh=Mesh(dp=2)),
     "record: dynamics": broken(record=TraceRecording(), adapter=Adapter(soft_tokens=1)),
+    "record.sharpness is of a loss": broken(task=LanguageModel(dft=True), record=TraceRecording(sharpness=(0,))),
     "adapter.projector: the rows": broken(warmup=WarmUp(), adapter=Adapter(soft_tokens=1, projector=Projector())),
     "adapter.soft_tokens: a warm-up": broken(warmup=WarmUp(), adapter=Adapter(soft_tokens=1)),
     "the recipe has a `warmup` block": broken(warmup=WarmUp()),

@@ -454,6 +454,33 @@ def test_the_shipped_study_resolves_in_every_setting(tmp_path: Path) -> None:
     assert len(plan.pairs) == sum(len(study.runs_on(m)) for m in study.methods)
 
 
+@pytest.mark.slow
+def test_the_arm_of_the_loss_by_probability(tmp_path: Path) -> None:
+    """On the only task of the shipped study that a decoder answers."""
+    from flatshift.cli import run
+
+    rows = [
+        {"question": f"{i} and {i}?", "answer": f"{2 * i}", "split": "train" if i < 24 else "test"} for i in range(34)
+    ]
+    (tmp_path / "instruct").mkdir()
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "instruct" / "gsm8k.jsonl.xz").write_bytes(lzma.compress(text.encode()))
+    small = {
+        "comparison.seeds": 2, "comparison.exploratory_seeds": 2,
+        "comparison.rounds": 0, "comparison.finalists": 1, "comparison.tuning_seeds": "[1000003]",
+        "comparison.sharpness_seeds": 0, "comparison.tasks.gsm8k.train": 12, "comparison.tasks.gsm8k.validation": 6,
+        "comparison.tasks.gsm8k.test": 8, "train.steps": 2, "train.precision": "fp32",
+    }  # fmt: skip
+    words = [word for key, value in small.items() for word in (f"--{key}", str(value))]
+    out = tmp_path / "out"
+    command = ["compare", "flat-comparison", "--data", str(tmp_path), "--methods", "dft", "--tasks", "gsm8k"]
+    assert run([*command, "--jobs", "1", "--out", str(out), *words]) == 0
+    found = {(c["point"]["method"], c["seed"]): c["metrics"]["test"]["loss"]["value"] for c in cells(out)
+             if c["point"]["kind"] == "final"}  # fmt: skip
+    methods = {method for method, _ in found}
+    assert methods == {"plain", "dft"} and len(set(found.values())) == len(found) == 4
+
+
 def test_a_study_is_part_of_the_resolved_recipe(made, tmp_path: Path) -> None:
     recipe, out, _ = made
     again = load_recipe(str(out / "study.recipe.yaml"))

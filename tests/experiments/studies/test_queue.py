@@ -20,8 +20,8 @@ from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies import run_cells
 from flatshift.experiments.studies.cell import CellResult, finish_cell
 from flatshift.experiments.studies.directory import await_orphans, read_results, stale_results, study_lock
+from flatshift.experiments.studies.executors.local import LocalExecutor, choose_devices, uses_cuda, with_device
 from flatshift.experiments.studies.progress import CellProgress, CostModel, cost_terms
-from flatshift.experiments.studies.queue import DevicePlacement, choose_devices, uses_cuda, with_device
 from flatshift.experiments.studies.sweep import sweep
 from flatshift.experiments.studies.sweep.directory import check_directory, claim_directory, write_marker
 from flatshift.finetune.errors import Interrupted, UserError
@@ -43,7 +43,7 @@ def spoken() -> tuple[Console, list[str]]:
 def test_no_cell_is_lost_and_none_runs_twice_while_workers_die(tmp_path: Path) -> None:
     cells = cells_that(["ok", "die once", "ok", "die", "boom", "stop once", "ok", "ok"], seeds=2)
     console, lines = spoken()
-    run_cells(tmp_path, cells, DevicePlacement(2), console, run=behave)
+    run_cells(tmp_path, cells, LocalExecutor(2), console, run=behave)
     results = {cell.key: read_result(tmp_path / "cells" / cell.key) for cell in cells}
     assert all(results.values()), "a cell was lost"
     tries = Counter(starts(tmp_path))
@@ -66,7 +66,7 @@ def test_no_cell_is_lost_and_none_runs_twice_while_workers_die(tmp_path: Path) -
     assert not list(tmp_path.rglob("*.tmp")), "what dead workers were making is still there"
     stamps = {path: path.stat().st_mtime_ns for path in tmp_path.glob("cells/*/result.json")}
     (tmp_path / "cells" / ".0000.0123.tmp").mkdir()
-    run_cells(tmp_path, cells, DevicePlacement(2), console, run=behave)
+    run_cells(tmp_path, cells, LocalExecutor(2), console, run=behave)
     assert not list(tmp_path.rglob("*.tmp"))
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("cells/*/result.json")} == stamps
     assert Counter(starts(tmp_path)) == tries, "finished cells ran again"
@@ -74,7 +74,7 @@ def test_no_cell_is_lost_and_none_runs_twice_while_workers_die(tmp_path: Path) -
 
 def test_a_worker_that_is_stopped_gives_back_its_cell(tmp_path: Path) -> None:
     cells = cells_that(["ok", "stop once", "ok"])
-    run_cells(tmp_path, cells, DevicePlacement(2), QUIET, run=behave)
+    run_cells(tmp_path, cells, LocalExecutor(2), QUIET, run=behave)
     found = [read_result(tmp_path / "cells" / cell.key) for cell in cells]
     assert [r["status"] for r in found if r] == ["done"] * 3
     assert Counter(starts(tmp_path)) == {cells[0].key: 1, cells[1].key: 2, cells[2].key: 1}
@@ -82,7 +82,7 @@ def test_a_worker_that_is_stopped_gives_back_its_cell(tmp_path: Path) -> None:
 
 def test_a_cell_that_comes_back_goes_to_an_idle_worker(tmp_path: Path) -> None:
     cells = cells_that(["ok", "ok", "die late once"])
-    run_cells(tmp_path, cells, DevicePlacement(3), QUIET, run=behave)
+    run_cells(tmp_path, cells, LocalExecutor(3), QUIET, run=behave)
     found = [read_result(tmp_path / "cells" / cell.key) for cell in cells]
     assert [result["status"] for result in found if result] == ["done"] * 3
 
@@ -92,12 +92,10 @@ def test_a_cuda_device_has_processes_of_its_own(monkeypatch: pytest.MonkeyPatch)
 
     cells = cells_that(["ok"])
     monkeypatch.setattr(devices, "_cuda_devices", lambda: ([1 << 30], None))
-    assert uses_cuda(DevicePlacement(1, ("cuda:0",)), cells) and uses_cuda(DevicePlacement(1), cells), (
-        "auto is that device"
-    )
-    assert not uses_cuda(DevicePlacement(1, ("cpu",)), cells)
+    assert uses_cuda(("cuda:0",), cells) and uses_cuda((), cells), "auto is that device"
+    assert not uses_cuda(("cpu",), cells)
     monkeypatch.setattr(devices, "_cuda_devices", lambda: ([], None))
-    assert not uses_cuda(DevicePlacement(1), cells)
+    assert not uses_cuda((), cells)
 
 
 def test_tables_survive_the_same_bisection_and_no_other_plan(tmp_path: Path) -> None:
@@ -118,7 +116,7 @@ def test_tables_survive_the_same_bisection_and_no_other_plan(tmp_path: Path) -> 
 def test_workers_that_cannot_start_end_the_sweep_and_blame_no_cell(tmp_path: Path) -> None:
     cells = cells_that(["ok", "ok"])
     with pytest.raises(Interrupted, match="3 workers in a row ended with code 7"):
-        run_cells(tmp_path, cells, DevicePlacement(2), QUIET, run=Unloadable())  # type: ignore[arg-type]
+        run_cells(tmp_path, cells, LocalExecutor(2), QUIET, run=Unloadable())  # type: ignore[arg-type]
     assert not list(tmp_path.glob("cells/*"))
 
 
@@ -126,7 +124,7 @@ def test_a_full_disk_leaves_nothing_of_what_other_workers_were_writing(tmp_path:
     out = tmp_path / "writing"
     out.mkdir()
     with pytest.raises(Interrupted, match="the disk is full"):
-        run_cells(out, cells_that(["writing", "full"]), DevicePlacement(2), QUIET, run=behave)
+        run_cells(out, cells_that(["writing", "full"]), LocalExecutor(2), QUIET, run=behave)
     assert not list(out.rglob(".*.tmp"))
 
 
@@ -134,13 +132,13 @@ def test_a_full_disk_leaves_nothing_of_what_other_workers_were_writing(tmp_path:
 def test_full_disk_ends_the_sweep_and_keeps_what_was_finished(tmp_path: Path, jobs: int) -> None:
     cells = cells_that(["ok", "ok", "full", "ok"])
     with pytest.raises(Interrupted, match="the disk is full"):
-        run_cells(tmp_path, cells[:3], DevicePlacement(jobs), QUIET, run=behave)
+        run_cells(tmp_path, cells[:3], LocalExecutor(jobs), QUIET, run=behave)
     kept = read_results(tmp_path, cells)
     assert cells[2].key not in kept and kept.keys() <= {cells[0].key, cells[1].key}
     assert jobs == 2 or len(kept) == 2
     assert not list(tmp_path.rglob(".*.tmp"))
     again = [cell for cell in cells if cell.point["behaves"] == "ok"]
-    run_cells(tmp_path, again, DevicePlacement(jobs), QUIET, run=behave)
+    run_cells(tmp_path, again, LocalExecutor(jobs), QUIET, run=behave)
     tries = Counter(starts(tmp_path))
     assert all(tries[key] == 1 for key in kept)
 
@@ -152,17 +150,17 @@ def test_ctrl_c_says_how_far_it_came(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(CellProgress, "tick", pressed)
     with pytest.raises(Interrupted, match="2 of 4 cells finished; the same command continues"):
-        run_cells(tmp_path, cells_that(["ok"] * 4), DevicePlacement(1), QUIET, run=behave)
+        run_cells(tmp_path, cells_that(["ok"] * 4), LocalExecutor(1), QUIET, run=behave)
 
 
 def test_signal_to_the_only_process_stops_the_sweep(tmp_path: Path) -> None:
     with pytest.raises(Interrupted, match="1 of 2 cells finished"):
-        run_cells(tmp_path, cells_that(["ok", "stop once"]), DevicePlacement(1), QUIET, run=behave)
+        run_cells(tmp_path, cells_that(["ok", "stop once"]), LocalExecutor(1), QUIET, run=behave)
 
 
 def test_whole_seeds_come_first(tmp_path: Path) -> None:
     cells = cells_that(["ok", "ok", "ok"], seeds=2)
-    run_cells(tmp_path, cells, DevicePlacement(1), QUIET, run=behave)
+    run_cells(tmp_path, cells, LocalExecutor(1), QUIET, run=behave)
     assert starts(tmp_path) == [c.key for c in cells if c.seed == 0] + [c.key for c in cells if c.seed == 1]
 
 
@@ -211,7 +209,7 @@ def test_sweep_waits_for_the_workers_of_a_killed_one(tmp_path: Path) -> None:
 
 def test_results_of_other_code_are_kept_and_run_anew_only_when_asked(tmp_path: Path) -> None:
     cells = cells_that(["ok"] * 3)
-    run_cells(tmp_path, cells, DevicePlacement(1), QUIET, run=behave)
+    run_cells(tmp_path, cells, LocalExecutor(1), QUIET, run=behave)
     for cell, other in ((cells[0], {"code": "0" * 12}), (cells[1], {"flatshift": "0.0.1"})):
         path = tmp_path / "cells" / cell.key / RESULT
         found = json.loads(path.read_text(encoding="utf-8")) | other
@@ -220,9 +218,9 @@ def test_results_of_other_code_are_kept_and_run_anew_only_when_asked(tmp_path: P
     made = stale_results(read_results(tmp_path, cells))
     assert made.keys() == {cells[0].key, cells[1].key}
     assert made[cells[0].key].endswith("0" * 12) and made[cells[1].key].startswith("0.0.1 ")
-    run_cells(tmp_path, cells, DevicePlacement(1), QUIET, run=behave)
+    run_cells(tmp_path, cells, LocalExecutor(1), QUIET, run=behave)
     assert len(starts(tmp_path)) == 3
-    run_cells(tmp_path, cells, DevicePlacement(1), QUIET, run=behave, rerun=set(made))
+    run_cells(tmp_path, cells, LocalExecutor(1), QUIET, run=behave, rerun=set(made))
     assert Counter(starts(tmp_path)) == {cells[0].key: 2, cells[1].key: 2, cells[2].key: 1}
     assert not stale_results(read_results(tmp_path, cells))
 
@@ -233,7 +231,7 @@ def test_damaged_result_is_named(tmp_path: Path) -> None:
     path.parent.mkdir(parents=True)
     path.write_text('{"status": "do', encoding="utf-8")
     with pytest.raises(UserError, match=r"result\.json.*; delete it"):
-        run_cells(tmp_path, [cell], DevicePlacement(1), QUIET, run=behave)
+        run_cells(tmp_path, [cell], LocalExecutor(1), QUIET, run=behave)
 
 
 @pytest.mark.parametrize("name", [RESULT, "trace.jsonl"])
@@ -246,9 +244,9 @@ def test_a_changed_byte_of_a_finished_cell_is_noticed(tmp_path: Path, name: str)
     file = folder / name
     file.write_text(file.read_text().replace("1.5" if name == RESULT else "0.25", "9.5"))
     with pytest.raises(UserError, match=rf"{name} is not what was saved \(SHA-256 in {RESULT}\); delete"):
-        run_cells(tmp_path, cells, DevicePlacement(1), QUIET, run=behave)
+        run_cells(tmp_path, cells, LocalExecutor(1), QUIET, run=behave)
     (folder / RESULT).unlink()
-    run_cells(tmp_path, cells, DevicePlacement(1), QUIET, run=behave)
+    run_cells(tmp_path, cells, LocalExecutor(1), QUIET, run=behave)
     assert all(read_result(tmp_path / "cells" / cell.key) for cell in cells)
 
 
@@ -264,7 +262,7 @@ def test_devices() -> None:
     for flag, words in (("3", "no cuda:3"), ("gpu", "CUDA numbers"), ("0,0", "twice")):
         with pytest.raises(UserError, match=words):
             choose_devices(flag, "auto", count=lambda: 2)
-    assert [DevicePlacement(4, ("cuda:0", "cuda:1")).device(worker) for worker in range(4)] == ["cuda:0", "cuda:1"] * 2
+    assert [LocalExecutor(4, ("cuda:0", "cuda:1")).device(worker) for worker in range(4)] == ["cuda:0", "cuda:1"] * 2
     (cell,) = cells_that(["ok"])
     moved = with_device(cell, "cuda:1")
     assert moved.resolved.recipe.train.device == "cuda:1" and moved.key == cell.key

@@ -11,6 +11,7 @@ from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.models.meta import build_skeleton
 from flatshift.finetune.parallel.build import check_mesh_support
+from flatshift.finetune.planner.sizes import BackboneSizes
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.regularizers import GGPO, build
 from flatshift.regularizers.layers.sites import find_lora_sites
@@ -113,6 +114,16 @@ def test_experts_shared_experts_and_attention_are_adapted_and_the_router_is_not(
     merged.save_pretrained(tmp_path / "merged")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     torch.testing.assert_close(logits(again), wanted, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_plan_counts_adapters_of_experts(kind, sources):
+    """Also those of files that have experts one by one."""
+    for adapter in (Adapter(rank=4, experts=3), Adapter(rank=2, experts=1, targets=("q_proj",))):
+        built = sum(p.numel() for p in trainable(build_model(sources[kind], adapter)).values())
+        sizes = BackboneSizes.read(sources[kind], adapter)
+        assert sizes.adapter == built and 0 < sizes.expert_adapter < built
+    assert BackboneSizes.read(sources[kind], Adapter()).expert_adapter == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,13 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from benchmarks.cuda_rehearsal import Rehearsal
+from flatshift.finetune.compute import dropout
 from flatshift.finetune.compute.capabilities import CUDA
 from flatshift.finetune.compute.dropout import KeyedDropout, with_query_offset
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.parallel.build import check_mesh_support
-from flatshift.regularizers.layers.signs import mix64, mix64_
+from flatshift.regularizers.layers.signs import layer_uid, mix64, mix64_, step_id
 
 ROWS, TOKENS, WIDTH, HEADS = 6, 8, 24, 4
 
@@ -165,6 +167,61 @@ def test_a_cuda_device_is_never_waited_for() -> None:
     with Rehearsal(CUDA, on="meta") as seen:
         dropped(layer, x, is_causal=True).sum().backward()
     assert not seen.waits and x.grad is not None
+
+
+def test_a_mask_is_six_kernels_where_its_hash_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the hash must be one kernel of the compiler; every other operation that is no view is one too."""
+    from torch._inductor import metrics
+
+    kernel = torch.compile(dropout._hash_counters, dynamic=True, options=dropout.ONE_KERNEL)
+    launched: list[str] = []
+
+    def compiled(*counters: Any) -> Tensor:
+        launched.append("hash")
+        with _disable_current_modes(), torch.no_grad():
+            words: Tensor = kernel(*counters)
+        return words
+
+    class Counter(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if not func.is_view:
+                launched.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    layer, x = nn.Dropout(0.3), data()
+    plain = [dropped(layer, x, step=step) for step in range(2)]
+    metrics.reset()
+    monkeypatch.setattr(dropout, "_hash_function", lambda compiled_too: compiled)
+    with keyed(layer).forward_pass(0, first_row=0, rows=len(x), tokens=x.shape[1]):
+        layer(x)  # counts the indices, once for all layers of this size
+        launched.clear()
+        with Counter():
+            layer(x)
+    assert len(launched) <= 6 and launched.count("hash") == 1, launched
+    assert metrics.generated_kernel_count == 1
+    assert all(torch.equal(dropped(layer, x, step=step), mask) for step, mask in enumerate(plain))
+
+
+def test_masks_are_those_of_the_rule() -> None:
+    """Written again with Python's integers."""
+    word = (1 << 64) - 1
+
+    def mix(value: int) -> int:
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            value = (value ^ (value >> shift)) * factor & word
+        return value ^ (value >> 31)
+
+    def kept(*index: int) -> bool:
+        value = (layer_uid("dropout 0 layer") ^ step_id(7, 3)) & word
+        for each in (*index[:-1], index[-1] // 4):
+            value = mix(value + (each + 1) * 0x9E3779B97F4A7C15 & word)
+        lane = value >> 16 * (index[-1] % 4) & 0xFFFF
+        return (lane ^ 0x8000) >= round(0.3 * 65536)
+
+    layer = nn.Dropout(0.3)
+    with KeyedDropout({layer: "layer"}, 7).forward_pass(3, first_row=2, rows=2, tokens=3):
+        mask = layer(torch.ones(2, 3, 7)) > 0
+    assert mask.tolist() == [[[kept(r + 2, t, f) for f in range(7)] for t in range(3)] for r in range(2)]
 
 
 def test_mixing_in_place_gives_the_same_words() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -68,6 +70,35 @@ def test_sliced_and_whole_loss_agree_with_the_naive_sum_in_value_and_gradient(ki
         value.backward()
         for name, gradient in gradients(model).items():
             assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
+
+
+def naive_dft(model, micro):
+    """Token by token, in float64: −p·log p, of which p has no gradient."""
+    logits = model(**micro.inputs).logits.double()
+    total = torch.zeros((), dtype=torch.float64)
+    for row, t in (micro.labels[:, 1:] != IGNORED).nonzero().tolist():
+        nats = -torch.log_softmax(logits[row, t], dim=-1)[micro.labels[row, t + 1]]
+        total = total + float(torch.exp(-nats)) * nats
+    return total
+
+
+@pytest.mark.parametrize(("kind", "settings"), [("llama", {}), ("gemma2", {"final_logit_softcapping": 0.5})])
+def test_dft_weights_tokens_by_their_probability(kind, settings, tmp_path, monkeypatch):
+    monkeypatch.setattr(loss_module, "slice_rows", lambda vocabulary, device, width: 16)  # several slices
+    task, model, micro = LanguageModel(dft=True), build(kind, tmp_path, **settings), RandomBatches(rows=5).at(0)[0]
+    head = find_head(model, micro.inputs, task=task)
+    assert head is not None
+    reference = naive_dft(model, micro)
+    reference.backward()
+    expected = gradients(model)
+    for route in (head, dataclasses.replace(head, kernel=None if head.cap else lambda *_, **__: 0 / 0), None):
+        value = batch_loss(model, micro, task=task, head=route)
+        assert value.dtype == torch.float32 and abs(value.item() / reference.item() - 1) < 1e-6
+        value.backward()
+        for name, gradient in gradients(model).items():
+            assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
+        plain = batch_loss(model, micro, task=task.for_evaluation(), head=route and head)
+        assert plain.item() == batch_loss(model, micro, task=LM, head=route and head).item() > 2 * value.item()
 
 
 class SmoothedLanguageModel(LanguageModel):

@@ -19,6 +19,7 @@ import torch
 import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.plan_validation import RESERVED, loop_gigabytes
 from flatshift.finetune.compute.numerics import without_input_casts
 from flatshift.finetune.compute.precision import autocast
 from flatshift.finetune.config import Adapter, Mesh, Train
@@ -67,7 +68,10 @@ def _no_mask() -> Iterator[None]:
 def _saved(shape: Mapping[str, Any], blocks: int, tokens: int, adapter: Adapter, train: Train) -> int:
     """Bytes that autograd keeps of one row."""
     dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
-    config = peft.LoraConfig(r=adapter.rank, target_modules=adapter.targets, task_type="CAUSAL_LM")
+    stacked = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")] if adapter.experts is not None else None
+    config = peft.LoraConfig(
+        r=adapter.rank, target_modules=adapter.targets, task_type="CAUSAL_LM", target_parameters=stacked
+    )
     model: Any = peft.get_peft_model(_model(shape, blocks).to(dtype), config, low_cpu_mem_usage=True)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -125,3 +129,24 @@ def test_a_block_keeps_what_the_trace_says(name: str, checkpointing: Any, precis
     for tokens in LENGTHS:
         said = (closed(4, tokens) - closed(2, tokens)) / 2
         assert said == pytest.approx(slope * tokens + constant, rel=0.005)
+
+
+@pytest.mark.parametrize(("adapter", "published"), RESERVED, ids=["r32", "r64", "feed-forward", "dora"])
+def test_memory_that_others_measured(adapter: Adapter, published: float) -> None:
+    assert loop_gigabytes(adapter) == pytest.approx(published, rel=0.05)
+
+
+def test_adapted_experts_are_kept_with_their_adapters() -> None:
+    """PEFT multiplies with W + BA, a copy of every expert of a block."""
+    shape = {**_SMALL, "model_type": "qwen3_moe", "intermediate_size": 512, "head_dim": 32, "num_experts": 16}
+    shape |= {"num_experts_per_tok": 2, "moe_intermediate_size": 512}
+    train = Train(precision="bf16", checkpointing="none", max_length=64, batch_size=1)
+
+    def kept(blocks: int, experts: int | None) -> tuple[int, int]:
+        adapter = Adapter(rank=8, targets=("q_proj",), experts=experts)
+        closed = predict_footprint(_sizes(shape, blocks, adapter), mesh=Mesh(), adapter=adapter, train=train)
+        return _saved(shape, blocks, 64, adapter, train), closed.activations
+
+    (traced, closed), (traced_without, closed_without) = kept(2, 8), kept(2, None)
+    assert closed - closed_without == pytest.approx(traced - traced_without, rel=0.01)
+    assert closed - closed_without > 2 * 16 * 3 * 512 * 1024 * 2

@@ -18,14 +18,30 @@ CASES: dict[tuple[str, str], tuple[dict, dict]] = {
         {"kind": "adamw-8bit", "replicate": 2},
         {"kind": "adamw-8bit"},
     ),
+    ("optimizer.kind: riemannian or lora-muon", "mesh.tp > 1"): (
+        {"kind": "riemannian", "tp": 2},
+        {"kind": "riemannian", "dp": 2},
+    ),
+    ("optimizer.kind: riemannian or lora-muon", "mesh.offload"): (
+        {"kind": "lora-muon", "offload": True, "dp": 2, "device": "cuda"},
+        {"kind": "lora-muon", "dp": 2, "pp": 2, "device": "cuda"},
+    ),
+    ("optimizer.kind: riemannian or lora-muon", "adapter.experts"): (
+        {"kind": "lora-muon", "experts": 2},
+        {"kind": "lora-muon", "replicate": 2},
+    ),
+    ("optimizer.kind: riemannian or lora-muon", "adapter.soft_tokens"): (
+        {"kind": "riemannian", "soft_tokens": 4, "task": LanguageModel(pack=False)},
+        {"kind": "riemannian", "adapters": "replicate", "dp": 2},
+    ),
     ("train.batch_size", "a multiple of mesh.replicate × mesh.dp"): (
         {"replicate": 2, "dp": 2, "batch_size": 6},
         {"replicate": 2, "dp": 2, "batch_size": 8},
     ),
     ("mesh.ep", "mesh.dp, a multiple of it"): ({"ep": 3, "dp": 4}, {"ep": 2, "dp": 4}),
     ("mesh.ep > 1", "mesh.tp > 1"): ({"ep": 2, "dp": 2, "tp": 2}, {"ep": 2, "dp": 2, "cp": 2}),
-    ("mesh.ep > 1", "train.quantization, train.compile or mesh.offload"): (
-        {"ep": 2, "dp": 2, "compile": True},
+    ("mesh.ep > 1", "train.quantization or mesh.offload"): (
+        {"ep": 2, "dp": 2, "offload": True, "device": "cuda"},
         {"ep": 2, "dp": 2},
     ),
     ("mesh.zero: 1 or 2", "mesh.dp or mesh.cp > 1"): ({"zero": 1, "replicate": 2}, {"zero": 1, "dp": 2}),

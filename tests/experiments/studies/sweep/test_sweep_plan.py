@@ -17,7 +17,7 @@ import pytest
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.experiments.recipe.resolve import get_dotted
 from flatshift.experiments.studies import CellResult, finish_cell, make_cell
-from flatshift.experiments.studies.cell import _backbone_digests, capture_result
+from flatshift.experiments.studies.cell import backbone_digests, capture_result
 from flatshift.experiments.studies.sweep import parse_grid, write_table
 from flatshift.experiments.studies.sweep.axes import ValueRange, generate_points
 from flatshift.experiments.studies.sweep.bisection import _train_error, parse_bisection
@@ -123,7 +123,7 @@ def test_cells_are_those_of_single_recipes() -> None:
 
 def test_a_local_backbone_is_known_by_its_bytes(tmp_path: Path) -> None:
     def key() -> str:
-        _backbone_digests.cache_clear()
+        backbone_digests.cache_clear()
         laid = {"backbone": str(tmp_path / "model"), "train.precision": "fp32", "train.backbone_precision": "same"}
         (cell,) = SweepBase.of("double-descent", [from_override(name, value) for name, value in laid.items()]).plan(
             {}, 1
@@ -143,7 +143,7 @@ def test_a_local_backbone_is_known_by_its_bytes(tmp_path: Path) -> None:
     assert key() == first
     (tmp_path / "model" / "model.safetensors").write_bytes(b"2")
     assert key() != first
-    assert _backbone_digests("flatshift-5m") == _backbone_digests("package:x/y") == []
+    assert backbone_digests("flatshift-5m") == backbone_digests("package:x/y") == []
 
 
 def test_component_is_shown_by_its_kind() -> None:
@@ -219,7 +219,7 @@ def test_a_thousand_points_are_planned_with_little_work_each() -> None:
 
 def test_import_leaves_the_thread_pools_alone() -> None:
     """A worker sets its share of the cores after this import and before BLAS is loaded."""
-    code = "import sys, flatshift.experiments.studies.queue; "
+    code = "import sys, flatshift.experiments.studies.queue, flatshift.experiments.studies.executors.local; "
     code += "sys.exit(bool({'numpy', 'torch', 'pyarrow'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 

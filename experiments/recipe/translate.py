@@ -1,0 +1,413 @@
+"""Recipes from the YAML of axolotl and LLaMA-Factory: each of its keys becomes a setting, a note or an unknown key."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flatshift.experiments.recipe.build import to_python
+from flatshift.experiments.recipe.resolve import apply_overrides, recipe_tree, resolve_tree
+from flatshift.experiments.recipe.schema import Recipe
+from flatshift.experiments.recipe.tree import Branch, Leaf, Tree, dump, from_mapping, merge, parse_file
+from flatshift.finetune.atomic import read_json_object
+from flatshift.finetune.data.formats import HUB
+from flatshift.finetune.errors import UserError
+
+_Choices = Mapping[Any, Mapping[str, Any]]
+_FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".md", ".gz", ".xz", ".zst")
+_SAME = {
+    "learning_rate": "optimizer.lr",
+    "weight_decay": "optimizer.weight_decay",
+    "adam_epsilon": "optimizer.eps",
+    "loraplus_lr_ratio": "optimizer.lora_plus",
+    "warmup_ratio": "optimizer.warmup",
+    "gradient_accumulation_steps": "train.accumulate",
+    "seed": "train.seed",
+    "save_steps": "train.save_every",
+    "save_total_limit": "train.keep",
+    "eval_steps": "train.eval_every",
+    "early_stopping_patience": "train.patience",
+    "early_stopping_steps": "train.patience",
+    "lora_dropout": "adapter.dropout",
+    "torch_compile": "train.compile",
+}
+"""Keys of both tools, and the setting that takes their value."""
+_AXOLOTL = {
+    "base_model": "backbone",
+    "sequence_len": "train.max_length",
+    "micro_batch_size": "train.batch_size",
+    "eval_batch_size": "eval.batch_size",
+    "sample_packing": "task.pack",
+    "lora_r": "adapter.rank",
+    "lora_alpha": "adapter.alpha",
+    "lora_modules_to_save": "adapter.train_whole",
+    "peft_use_rslora": "adapter.rslora",
+    "peft_use_dora": "adapter.dora",
+    "rl_beta": "task.beta",
+    "val_set_size": "data.holdout",
+}
+_FACTORY = {
+    "model_name_or_path": "backbone",
+    "cutoff_len": "train.max_length",
+    "per_device_train_batch_size": "train.batch_size",
+    "per_device_eval_batch_size": "eval.batch_size",
+    "max_samples": "data.train.first",
+    "lora_rank": "adapter.rank",
+    "use_rslora": "adapter.rslora",
+    "use_dora": "adapter.dora",
+    "pref_beta": "task.beta",
+    "val_size": "data.holdout",
+}
+_FULL = "full fine-tuning has no counterpart: a LoRA adapter is trained"
+_OPTIMIZERS = {
+    **{name: {"optimizer.kind": "adamw"} for name in ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw")},
+    **{name: {"optimizer.kind": "adamw-8bit"} for name in ("adamw_bnb_8bit", "adamw_8bit")},
+    "paged_adamw_32bit": {"optimizer.kind": "paged-adamw"},
+    "paged_adamw_8bit": {"optimizer.kind": "paged-adamw-8bit"},
+}
+_SCHEDULES = {
+    **{name: {"optimizer.schedule": name} for name in ("cosine", "linear", "constant")},
+    "constant_with_warmup": {"optimizer.schedule": "constant"},
+}
+_CHOICES: dict[str, _Choices] = {
+    "optimizer": _OPTIMIZERS,
+    "optim": _OPTIMIZERS,
+    "lr_scheduler": _SCHEDULES,
+    "lr_scheduler_type": _SCHEDULES,
+    "bf16": {"auto": {}, True: {"train.precision": "bf16"}, False: {}},
+    "fp16": {"auto": {}, True: {"train.precision": "fp16"}, False: {}},
+    "tf32": {"auto": {}, False: {}},
+    "load_in_4bit": {True: {"train.quantization": "nf4-double"}, False: {}},
+    "load_in_8bit": {True: {"train.quantization": "int8"}, False: {}},
+    "quantization_bit": {4: {"train.quantization": "nf4-double"}, 8: {"train.quantization": "int8"}},
+    "quantization_method": {"bnb": {}, "bitsandbytes": {}},
+    "adapter": {"lora": {}, "qlora": {"train.quantization": "nf4-double"}},
+    "finetuning_type": {"lora": {}},
+    "gradient_checkpointing": {True: {"train.checkpointing": "full"}, False: {"train.checkpointing": "none"}},
+    "disable_gradient_checkpointing": {True: {"train.checkpointing": "none"}, False: {}},
+    "group_by_length": {True: {"train.group": "length"}, False: {}},
+    "lora_target_linear": {True: {"adapter.targets": "all-linear"}, False: {}},
+    "pissa_init": {True: {"adapter.init": "pissa"}, False: {}},
+    "train_on_inputs": {False: {}},
+    "train_on_prompt": {False: {}},
+    "mask_history": {True: {"task.turns": "last"}, False: {}},
+    "packing": {True: {"task.pack": True}, False: {"task.pack": False}},
+    "neat_packing": {True: {"task.pack": True}, False: {}},
+    "pref_loss": {"sigmoid": {}, **{name: {"task.loss": name} for name in ("ipo", "simpo", "orpo")}},
+    "save_strategy": {"steps": {}, "no": {"train.save_every": 0}},
+    "report_to": {"none": {}, **{name: {"tracker.kinds": [name]} for name in ("wandb", "tensorboard", "trackio")}},
+    "chat_template": {
+        "tokenizer_default": {},
+        "chatml": {"task.template": "chatml"},
+        "llama3": {"task.template": "llama3"},
+    },
+}
+"""Keys whose values have counterparts, and the settings of each; another value is reported as unknown."""
+_NOTES = {
+    **dict.fromkeys(("output_dir", "overwrite_output_dir"), "`flatshift train --out` names the run directory"),
+    **dict.fromkeys(("flash_attention", "flash_attn", "sdp_attention", "xformers_attention", "attn_implementation"),
+                    "the fastest exact attention of the device is taken"),
+    **dict.fromkeys(("logging_steps", "plot_loss"), "every step is in metrics.jsonl, curves are in report.html"),
+    **dict.fromkeys(("dataset_prepared_path", "overwrite_cache", "preprocessing_num_workers", "dataset_processes",
+                     "dataloader_num_workers"), "rows are encoded as they are read, and cached by content"),
+    **dict.fromkeys(("model_type", "tokenizer_type", "strict", "trust_remote_code"), "the backbone's files decide"),
+    **dict.fromkeys(("do_train", "do_eval", "ddp_timeout", "pad_to_sequence_len"), "not needed"),
+    "template": "the tokenizer's own template is taken (task.template: auto)",
+    "dataset_dir": "its dataset_info.json was read",
+}  # fmt: skip
+_HINTS = {
+    "tf32": "train.tf32 goes with train.precision: fp32",
+    "save_strategy": "train.save_every counts steps",
+    "finetuning_type": _FULL,
+    "saves_per_epoch": "train.save_every counts steps",
+    "warmup_steps": "optimizer.warmup is a fraction of the steps, which are not known here",
+    "deepspeed": "set mesh.dp to the number of devices",
+    "fsdp": "set mesh.dp to the number of devices",
+    "fsdp_config": "set mesh.dp to the number of devices",
+    "special_tokens": "the backbone's tokenizer is taken as it is",
+}
+_OBJECTIVES = ("dpo", "ipo", "kto", "simpo", "orpo")
+_TYPES = {
+    "chat_template": "chat",
+    "alpaca": "instruction",
+    "completion": "language-model",
+    "pretrain": "language-model",
+}
+"""Types of an axolotl data set, and the recipe to extend."""
+_COMMON = {
+    "extends": "chat",
+    "train.epochs": 1,
+    "train.eval_every": 0,
+    "train.seed": 42,
+    "train.accumulate": 1,
+    "adapter.targets": "all-linear",
+    "data.holdout": 0.0,
+    **{f"data.{split}.files": [] for split in ("train", "dev", "test")},
+}
+"""What both tools do where a file says nothing, and recipes do not."""
+_AXOLOTL_DEFAULTS: Mapping[str, Any] = {"train.batch_size": 1, "train.max_length": 512, "optimizer.warmup": 0.03}
+_FACTORY_DEFAULTS: Mapping[str, Any] = {
+    "train.epochs": 3,
+    "train.batch_size": 8,
+    "train.max_length": 2048,
+    "train.checkpointing": "full",
+    "optimizer.lr": 5e-5,
+    "optimizer.schedule": "linear",
+    "optimizer.warmup": 0.0,
+    "task.pack": False,
+}
+_BATCH = "train.batch_size is that of all devices together: multiply it by their number"
+
+
+@dataclass(frozen=True)
+class Translated:
+    """A recipe made from the YAML of another tool."""
+
+    tool: str
+    recipe: dict[str, Any]
+    text: str
+    """The recipe as YAML, with the notes as comments."""
+    notes: tuple[str, ...]
+    unknown: tuple[str, ...]
+    """FILE:LINE and key of each setting without a counterpart."""
+
+
+@dataclass
+class _Translation:
+    """Settings, notes and unknown keys of a file so far."""
+
+    file: Path
+    keys: Branch
+    settings: Branch
+    notes: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+    def set(self, values: Mapping[str, Any], location: str) -> None:
+        """Set settings by dotted keys, over those so far."""
+        for key, value in values.items():
+            merged = merge(self.settings, from_mapping({key: value}, location))
+            assert isinstance(merged, Branch)
+            self.settings = merged
+
+    def reject(self, key: str, tree: Tree, hint: str | None = None) -> None:
+        """Report a key, or a value of it, that has no counterpart."""
+        value = f": {tree.text}" if isinstance(tree, Leaf) else ""
+        hint = hint or _HINTS.get(key)
+        location = self.keys.keys.get(key, tree.location)  # of the key, where its value begins in the next line
+        self.unknown.append(f"{location}: {key}{value}" + (f" ({hint})" if hint else ""))
+
+    def value(self, key: str) -> Any:
+        """Return the value of a key of the file; None if it is absent or empty."""
+        tree = self.keys.children.get(key)
+        return None if tree is None else to_python(tree) or None
+
+    @property
+    def steps(self) -> int | None:
+        """Number of steps that takes the place of epochs; None: epochs count."""
+        steps = self.value("max_steps")
+        return steps if isinstance(steps, int) and steps > 0 else None
+
+
+def translate_recipe(file: Path) -> Translated:
+    """Translate a YAML file of axolotl or LLaMA-Factory, known by its keys.
+
+    Raises UserError with file:line for a file of neither tool, an objective that recipes lack, and a value that no
+    recipe takes.
+    """
+    tree = parse_file(file)
+    if not isinstance(tree, Branch):
+        raise UserError(f"{file}:1: a recipe is a mapping of settings")
+    if "base_model" in tree.children:
+        tool, same, defaults = "axolotl", _AXOLOTL, _AXOLOTL_DEFAULTS
+    elif "model_name_or_path" in tree.children:
+        tool, same, defaults = "LLaMA-Factory", _FACTORY, _FACTORY_DEFAULTS
+    else:
+        raise UserError(f"{file} is neither of axolotl (no base_model) nor of LLaMA-Factory (no model_name_or_path)")
+    translation = _Translation(file, tree, Branch({}, str(file)), [_BATCH])
+    translation.set({**_COMMON, **defaults}, f"{file}: {tool}'s default")
+    lengths = {"num_epochs", "num_train_epochs"}  # first: intervals of evaluation are fractions of them
+    for key, child in sorted(tree.children.items(), key=lambda item: item[0] not in lengths):
+        if not (isinstance(child, Leaf) and child.value in (None, "")):
+            _translate_key(translation, key, child, _SAME | same)
+    if tool == "axolotl" and translation.value("adapter") is None:
+        translation.unknown.append(f"{file}:1: adapter is not set ({_FULL})")
+    settings = translation.settings
+    base = to_python(settings)["extends"]
+    resolve_tree(apply_overrides(recipe_tree(base), [settings]), (), name=file.stem)
+    values = to_python(settings)
+    recipe = {key.name: values[key.name] for key in dataclasses.fields(Recipe) if key.name in values}
+    notes = "".join(f"# {note}\n" for note in translation.notes)
+    text = f"# Translated from {file.name} of {tool}\n{notes}{dump(recipe)}"
+    return Translated(tool, recipe, text, tuple(translation.notes), tuple(translation.unknown))
+
+
+def _translate_key(translation: _Translation, key: str, tree: Tree, same: Mapping[str, str]) -> None:
+    value = to_python(tree)
+    if key in _SPECIAL:
+        _SPECIAL[key](translation, key, tree)
+    elif key in same:
+        translation.set({same[key]: value}, tree.location)
+    elif key in _CHOICES:
+        settings = _CHOICES[key].get(value) if isinstance(tree, Leaf) else None
+        if settings is None:
+            translation.reject(key, tree)
+        else:
+            translation.set(settings, tree.location)
+    elif key in _NOTES:
+        translation.notes.append(f"{key}: {_NOTES[key]}")
+    else:
+        translation.reject(key, tree)
+
+
+def _epochs(translation: _Translation, key: str, tree: Tree) -> None:
+    if translation.steps is None:
+        translation.set({"train.epochs": to_python(tree)}, tree.location)
+    else:
+        translation.notes.append(f"{key}: max_steps takes its place")
+
+
+def _steps(translation: _Translation, key: str, tree: Tree) -> None:
+    if not isinstance(to_python(tree), int):
+        translation.reject(key, tree)
+    elif translation.steps is not None:  # -1: not set
+        translation.set({"train.epochs": None, "train.steps": translation.steps}, tree.location)
+
+
+def _warmup_steps(translation: _Translation, key: str, tree: Tree) -> None:
+    warmup = to_python(tree)
+    if warmup == 0:
+        translation.set({"optimizer.warmup": 0.0}, tree.location)
+    elif isinstance(warmup, int) and translation.steps is not None:
+        translation.set({"optimizer.warmup": warmup / translation.steps}, tree.location)
+    else:
+        translation.reject(key, tree)
+
+
+def _evaluations(translation: _Translation, key: str, tree: Tree) -> None:
+    """Set the interval of `evals_per_epoch`, or of `eval_strategy: epoch`, as a fraction of the steps."""
+    count = to_python(tree)
+    if key == "eval_strategy" and count != "epoch":
+        settings = {"no": {"train.eval_every": 0}, "steps": {}}.get(count)
+    else:
+        epochs = to_python(translation.settings)["train"]["epochs"]
+        times = 1 if count == "epoch" else count
+        is_counted = isinstance(times, int | float) and translation.steps is None
+        settings = {"train.eval_every": 1 / (times * epochs) if times * epochs > 1 else 0} if is_counted else None
+    if settings is None:
+        translation.reject(key, tree)
+    else:
+        translation.set(settings, tree.location)
+
+
+def _clip(translation: _Translation, key: str, tree: Tree) -> None:
+    translation.set({"optimizer.clip": to_python(tree) or None}, tree.location)
+
+
+def _betas(translation: _Translation, key: str, tree: Tree) -> None:
+    betas = [translation.value("adam_beta1") or 0.9, translation.value("adam_beta2") or 0.999]
+    translation.set({"optimizer.betas": betas}, tree.location)
+
+
+def _noise(translation: _Translation, key: str, tree: Tree) -> None:
+    translation.set({"regularizer.kind": "neftune", "regularizer.alpha": to_python(tree)}, tree.location)
+
+
+def _wandb(translation: _Translation, key: str, tree: Tree) -> None:
+    translation.set({"tracker.kinds": ["wandb"], "tracker.project": to_python(tree)}, tree.location)
+
+
+def _modules(translation: _Translation, key: str, tree: Tree) -> None:
+    """Set the layers of adapters, or those that are trained whole: a list, or names between commas; `all`: all."""
+    names = to_python(tree)
+    names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+    setting = "adapter.train_whole" if key == "additional_target" else "adapter.targets"
+    everything = setting == "adapter.targets" and names in (["all"], ["all-linear"])
+    translation.set({setting: "all-linear" if everything else names}, tree.location)
+
+
+def _objective(translation: _Translation, key: str, tree: Tree) -> None:
+    """Choose the recipe to extend by axolotl's `rl` or LLaMA-Factory's `stage`."""
+    name = to_python(tree)
+    if name in _OBJECTIVES:
+        loss = {"extends": "preference", "task.loss": name, "task.chat": True, "task.answer": "{answer}"}
+        translation.set(loss, tree.location)
+    elif name == "pt":
+        translation.set({"extends": "language-model"}, tree.location)
+    elif name != "sft":
+        raise UserError(f"{tree.location}: {key} {name} has no recipe; sft, pt, {', '.join(_OBJECTIVES)} have one")
+
+
+def _datasets(translation: _Translation, key: str, tree: Tree) -> None:
+    """Set the rows of axolotl's `datasets` or `test_datasets`, and the recipe to extend by their type."""
+    names: list[str] = []
+    for item in getattr(tree, "items", ()):
+        known = item.children if isinstance(item, Branch) else {}
+        values = {name: to_python(child) for name, child in known.items()}
+        names += _dataset_names(values)
+        for name, child in known.items():
+            if name == "type" and values[name] in _TYPES:
+                if translation.value("rl") is None:
+                    translation.set({"extends": _TYPES[values[name]]}, child.location)
+            elif name == "field_messages":
+                translation.set({"data.columns.messages": values[name]}, child.location)
+            elif name == "field":
+                translation.set({"data.columns.text": values[name]}, child.location)
+            elif name not in ("path", "data_files", "name", "split", "ds_type") and values[name] is not None:
+                translation.reject(f"{key}.{name}", child)
+    translation.set({"data.train.files" if key == "datasets" else "data.dev.files": names}, tree.location)
+
+
+def _dataset_names(values: Mapping[str, Any]) -> list[str]:
+    """Return the files of a data set, or its name on the hub."""
+    if files := values.get("data_files"):
+        return [files] if isinstance(files, str) else files
+    path = str(values.get("path"))
+    if path.endswith(_FILES) or Path(path).exists():
+        return [path]
+    return [
+        f"{HUB}{path}" + (f"[{values['name']}]" if values.get("name") else "") + f":{values.get('split') or 'train'}"
+    ]
+
+
+def _named_datasets(translation: _Translation, key: str, tree: Tree) -> None:
+    """Set the rows of LLaMA-Factory's `dataset` or `eval_dataset`: names in dataset_info.json."""
+    folder = Path(translation.value("dataset_dir") or "data")
+    folder = folder if folder.is_dir() else translation.file.parent / folder
+    index = folder / "dataset_info.json"
+    if not index.is_file():
+        translation.reject(key, tree, f"there is no {index}; name the files with --data")
+        return
+    known, names = read_json_object(index), []
+    for name in (part.strip() for part in str(to_python(tree)).split(",")):
+        entry = known.get(name, {})
+        if "file_name" in entry:
+            names.append(str(folder / entry["file_name"]))
+        elif "hf_hub_url" in entry:
+            names += _dataset_names(
+                {"path": entry["hf_hub_url"], "name": entry.get("subset"), "split": entry.get("split")}
+            )
+        else:
+            translation.reject(key, tree, f"{index} names no file or hub data set of {name}")
+        if "columns" in entry:
+            translation.notes.append(f"{name}: columns are recognised by their names, else set data.columns")
+    translation.set({"data.train.files" if key == "dataset" else "data.dev.files": names}, tree.location)
+
+
+_SPECIAL: dict[str, Callable[[_Translation, str, Tree], None]] = {
+    **dict.fromkeys(("num_epochs", "num_train_epochs"), _epochs),
+    **dict.fromkeys(("evals_per_epoch", "eval_strategy"), _evaluations),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), _betas),
+    **dict.fromkeys(("lora_target_modules", "lora_target", "additional_target"), _modules),
+    **dict.fromkeys(("rl", "stage"), _objective),
+    **dict.fromkeys(("datasets", "test_datasets"), _datasets),
+    **dict.fromkeys(("dataset", "eval_dataset"), _named_datasets),
+    "max_steps": _steps,
+    "warmup_steps": _warmup_steps,
+    "max_grad_norm": _clip,
+    "neftune_noise_alpha": _noise,
+    "wandb_project": _wandb,
+}
+"""Keys that need more than a new name."""

@@ -1,0 +1,231 @@
+"""Executor of a Ray cluster: every cell is a task, whose files come back through Ray's object store.
+
+Only the input files have to be where the workers see them; the study's directory stays with the command.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import threading
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flatshift.experiments.studies.cell import Cell
+from flatshift.experiments.studies.executors import (
+    POLL_S,
+    CellUpdate,
+    Executor,
+    Resources,
+    RunCell,
+    StudyInputs,
+    is_signal,
+)
+from flatshift.finetune.atomic import atomic_directory
+from flatshift.finetune.errors import Interrupted, UserError
+from flatshift.finetune.launch.spawn import THREAD_VARIABLES
+from flatshift.finetune.lock import temporary_directory
+from flatshift.finetune.run_directory import LOG, disk_full_interrupts
+
+_CONNECT_S = 10.0
+
+
+@dataclass(frozen=True)
+class CellFiles:
+    """Files of a cell that a worker ran. problem: sentence on a worker that cannot run this study's cells. stopped: by
+    a signal. full: sentence on a full disk. files: path in the cell's directory → content. log: lines of the study's
+    log."""
+
+    problem: str | None = None
+    stopped: bool = False
+    full: str | None = None
+    files: dict[str, bytes] | None = None
+    log: str = ""
+
+
+def run_remote_cell(inputs: dict[str, Any], payload: list[Any], threads: int) -> CellFiles:
+    """Run one cell in a temporary directory of this worker and return its files.
+
+    inputs: `StudyInputs` of the cell, as plain values. payload: reference to (how a cell is run, the cell) in the
+    object store, which is loaded only if this worker has the same code.
+    """
+    import ray
+
+    if problem := StudyInputs(**inputs).problem(lambda: ray.get(payload[0])[1]):
+        return CellFiles(problem=problem)
+    run, cell = ray.get(payload[0])
+    with temporary_directory("flatshift-cell-") as folder:
+        try:
+            run(folder, cell, threads)
+        except Interrupted as error:
+            return CellFiles(stopped=True) if is_signal(error) else CellFiles(full=f"{socket.gethostname()}: {error}")
+        directory, log = folder / "cells" / cell.key, folder / LOG
+        files = {
+            path.relative_to(directory).as_posix(): path.read_bytes() for path in directory.rglob("*") if path.is_file()
+        }
+        return CellFiles(files=files, log=log.read_text(encoding="utf-8") if log.is_file() else "")
+
+
+class RayExecutor(Executor):
+    """Tasks of a Ray cluster, which Ray itself places and tries again.
+
+    address: HOST:PORT of the cluster; None: that of RAY_ADDRESS, or the one this machine belongs to. jobs: most cells
+    at the same time; None: as many as fit. Raises UserError if there is no cluster.
+    """
+
+    def __init__(self, address: str | None, resources: Resources, *, jobs: int | None = None, retries: int = 1) -> None:
+        self.retries = retries
+        self._resources, self._jobs = resources, jobs
+        self._waiting: deque[Cell] = deque()
+        self._tasks: dict[Any, Cell] = {}
+        self._address = address or os.environ.get("RAY_ADDRESS") or "auto"
+        self._ray = self._connect()
+
+    def _connect(self) -> Any:
+        # Ray reads it once; by default it tries a task for ever that its memory monitor has killed.
+        os.environ.setdefault("RAY_task_oom_retries", str(self.retries))
+        try:
+            import ray
+        except ModuleNotFoundError:
+            raise UserError("--on ray needs the package ray; pip install 'flatshift[ray]'") from None
+        self._is_ours = not ray.is_initialized()
+        if not self._is_ours:
+            return ray
+        if self._address != "auto":
+            _check_reachable(self._address)
+        threads, on_stop = dict.fromkeys(THREAD_VARIABLES, str(self._resources.cpus)), signal.getsignal(signal.SIGTERM)
+        try:
+            ray.init(
+                address=self._address,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                runtime_env={"env_vars": threads},
+            )
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise UserError(
+                f"--on ray: no Ray cluster at {self._address} ({_first_line(error)}); start one with `ray start --head`"
+            ) from error
+        finally:
+            if threading.current_thread() is threading.main_thread():  # Ray's own handler ends the command at once
+                signal.signal(signal.SIGTERM, on_stop)
+        return ray
+
+    def close(self) -> None:
+        if self._is_ours:
+            self._ray.shutdown()
+
+    @property
+    def workers(self) -> int:
+        room = int(self._ray.cluster_resources().get("CPU", 1) // self._resources.cpus)
+        return max(1, min(room, self._jobs or room))
+
+    def open(self, out: Path, cells: Sequence[Cell], run: RunCell, rerun: Collection[str]) -> None:
+        super().open(out, cells, run, rerun)
+        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        for needs in dict.fromkeys(tuple(self._needs(cell).items()) for cell in cells):
+            if not any(all(node.get(name, 0) >= amount for name, amount in needs) for node in nodes):
+                most = {name: max(node.get(name, 0) for node in nodes) for name, _ in needs}
+                raise UserError(
+                    f"no node of the Ray cluster has {_describe(dict(needs))} for a cell; the most on a node: "
+                    f"{_describe(most)}"
+                )
+
+    def _needs(self, cell: Cell) -> dict[str, float]:
+        needs: dict[str, float] = {"CPU": self._resources.cpus}
+        if gpus := self._resources.count_gpus(cell):
+            needs["GPU"] = gpus
+        if (memory := self._resources.memory_bytes(cell)) is not None:
+            needs["memory"] = memory
+        return needs
+
+    def submit(self, cell: Cell) -> None:
+        self._waiting.append(cell)
+
+    def _start(self, cell: Cell) -> None:
+        needs = self._needs(cell)
+        task = self._ray.remote(run_remote_cell).options(
+            name=f"cell {cell.key}",
+            num_cpus=needs["CPU"],
+            num_gpus=needs.get("GPU", 0),
+            memory=needs.get("memory"),
+            max_retries=self.retries,
+        )
+        self.discard_result(cell)
+        inputs = StudyInputs.of(cell)
+        payload = [self._ray.put((self.run, cell))]
+        reference = task.remote(vars(inputs), payload, self._resources.cpus)
+        self._tasks[reference] = cell
+
+    def poll(self) -> list[CellUpdate]:
+        while self._waiting and (self._jobs is None or len(self._tasks) < self._jobs):
+            self._start(self._waiting.popleft())
+        done, _ = self._ray.wait(list(self._tasks), num_returns=1, timeout=POLL_S)
+        return [self._receive(reference, self._tasks.pop(reference)) for reference in done]
+
+    def _receive(self, reference: Any, cell: Cell) -> CellUpdate:
+        errors = self._ray.exceptions
+        try:
+            result: CellFiles = self._ray.get(reference)
+        except errors.RayTaskError as error:
+            raise UserError(
+                f"a Ray worker cannot run a cell: {_last_line(error)}; install the same flatshift on every node"
+            ) from error
+        except errors.RayError as error:
+            # Ray has tried it again by itself.
+            ending = f"died ({type(error).__name__})"
+            return CellUpdate(cell, "lost", "Ray", ending, tries=self.retries + 1)
+        if result.problem is not None:
+            raise UserError(result.problem)
+        if result.full is not None:
+            raise Interrupted(result.full)
+        if result.stopped or result.files is None:
+            return CellUpdate(cell, "stopped")
+        directory = self.out / "cells" / cell.key
+        with disk_full_interrupts(f"writing {directory}"):
+            shutil.rmtree(directory, ignore_errors=True)
+            with atomic_directory(directory) as temporary:
+                for name, content in result.files.items():
+                    (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+                    (temporary / name).write_bytes(content)
+            with (self.out / LOG).open("a", encoding="utf-8") as log:
+                log.write(result.log)
+        return CellUpdate(cell, "ended")
+
+    def cancel(self) -> None:
+        self._waiting.clear()
+        for reference in self._tasks:
+            self._ray.cancel(reference, force=True)
+        self._tasks.clear()
+
+
+def _check_reachable(address: str) -> None:
+    """Raise UserError if nothing listens at HOST:PORT: Ray itself would wait for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise UserError(f"--on ray:{address}: write ray:HOST:PORT, for example ray:head:6379")
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(f"--on ray: no Ray cluster at {address} ({error}); start one with `ray start --head`") from None
+
+
+def _describe(resources: dict[str, float]) -> str:
+    words = [
+        f"{amount / 2**30:.1f} GiB of memory" if name == "memory" else f"{amount:g} {name}s"
+        for name, amount in resources.items()
+    ]
+    return " and ".join(words)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _last_line(error: Exception) -> str:
+    return str(error).strip().rpartition("\n")[2]

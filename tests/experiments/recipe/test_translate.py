@@ -1,0 +1,276 @@
+"""Recipes from the YAML of axolotl and LLaMA-Factory: the resolved recipe in full, every key, and two steps of each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flatshift.cli import run
+from flatshift.experiments.recipe import load_recipe
+from flatshift.experiments.recipe.translate import translate_recipe
+from flatshift.finetune.errors import UserError
+from tests.support.data_models import write_jsonl
+
+AXOLOTL = """\
+base_model: flatshift-5m
+load_in_8bit: false
+load_in_4bit: false
+datasets:
+  - path: rows.jsonl
+    ds_type: json
+    type: alpaca
+dataset_prepared_path: last_run_prepared
+val_set_size: 0.1
+output_dir: ./outputs/lora-out
+adapter: lora
+lora_model_dir:
+sequence_len: 1024
+sample_packing: true
+eval_sample_packing: true
+lora_r: 16
+lora_alpha: 32
+lora_dropout: 0.05
+lora_target_linear: true
+wandb_project: zoo
+gradient_accumulation_steps: 4
+micro_batch_size: 2
+num_epochs: 2
+optimizer: adamw_torch_fused
+lr_scheduler: cosine
+learning_rate: 2e-4
+max_grad_norm: 0
+adam_beta2: 0.95
+bf16: auto
+tf32: false
+gradient_checkpointing: true
+logging_steps: 1
+flash_attention: true
+warmup_ratio: 0.1
+evals_per_epoch: 4
+saves_per_epoch: 1
+weight_decay: 0.01
+special_tokens:
+  pad_token: "<pad>"
+"""
+EXPECTED = """\
+extends: instruction
+backbone: flatshift-5m
+task: {pack: true}
+data: {holdout: 0.1, train: {files: [rows.jsonl]}}
+adapter: {rank: 16, alpha: 32, dropout: 0.05, targets: all-linear}
+optimizer: {kind: adamw, lr: 2e-4, schedule: cosine, warmup: 0.1, weight_decay: 0.01, clip: null, betas: [0.9, 0.95]}
+train: {epochs: 2, batch_size: 2, accumulate: 4, max_length: 1024, checkpointing: full, eval_every: 0.125, seed: 42}
+tracker: {kinds: [wandb], project: zoo}
+"""
+FACTORY = """\
+### model
+model_name_or_path: flatshift-5m
+trust_remote_code: true
+### method
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 8
+lora_target: q_proj,v_proj
+### dataset
+dataset: mine
+dataset_dir: DATA
+template: llama3
+cutoff_len: 256
+max_samples: 16
+overwrite_cache: true
+preprocessing_num_workers: 16
+dataloader_num_workers: 4
+### output
+output_dir: saves/llama3-8b/lora/sft
+logging_steps: 10
+save_steps: 500
+plot_loss: true
+overwrite_output_dir: true
+save_only_model: false
+report_to: none
+### train
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+num_train_epochs: 3.0
+max_steps: 8
+lr_scheduler_type: cosine
+warmup_steps: 2
+bf16: true
+ddp_timeout: 180000000
+resume_from_checkpoint: null
+neftune_noise_alpha: 3
+### eval
+val_size: 0.1
+per_device_eval_batch_size: 1
+eval_strategy: steps
+eval_steps: 5
+deepspeed: ds_z3.json
+"""
+EXPECTED_FACTORY = """\
+extends: chat
+backbone: flatshift-5m
+task: {pack: false}
+data: {holdout: 0.1, train: {files: [DATA/rows.jsonl], first: 16}}
+adapter: {rank: 8, targets: [q_proj, v_proj], dropout: 0.0}
+optimizer: {lr: 1e-4, schedule: cosine, warmup: 0.25}
+train: {steps: 8, batch_size: 1, accumulate: 8, max_length: 256, checkpointing: full, eval_every: 5, save_every: 500,
+  precision: bf16, seed: 42}
+eval: {batch_size: 1}
+regularizer: {kind: neftune, alpha: 3}
+"""
+ROWS = [{"instruction": f"Count to {n}.", "input": "", "output": " ".join(map(str, range(n)))} for n in range(2, 22)]
+QUICK = [
+    *("--train.steps", "2", "--train.batch_size", "2", "--train.accumulate", "1", "--train.max_length", "64"),
+    *("--train.precision", "fp32", "--train.threads", "1", "--train.peak_tflops", "1", "--train.eval_every", "0"),
+    *("--train.max_cut", "1", "--eval.bootstrap", "10", "--eval.cold", "0", "--tracker.kinds", "[]"),
+]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    (tmp_path / "dataset_info.json").write_text('{"mine": {"file_name": "rows.jsonl"}}', encoding="utf-8")
+    (tmp_path / "axolotl.yaml").write_text(AXOLOTL, encoding="utf-8")
+    (tmp_path / "factory.yaml").write_text(FACTORY.replace("DATA", str(tmp_path)), encoding="utf-8")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("name", "expected"), [("axolotl", EXPECTED), ("factory", EXPECTED_FACTORY)])
+def test_the_resolved_recipe_is_the_expected_one_and_trains(
+    home: Path, name: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["recipes", "from", f"{name}.yaml", "--out", "mine.yaml"]) == 1  # some keys have no counterpart
+    assert capsys.readouterr().out == "mine.yaml\n"
+    (home / "expected.yaml").write_text(expected.replace("DATA", str(home)), encoding="utf-8")
+    assert load_recipe("mine.yaml").recipe == load_recipe("expected.yaml").recipe
+    assert run(["train", "mine.yaml", *QUICK, "--out", "run"]) == 0
+    lines = [json.loads(line) for line in (home / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["split"] == "train"] == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["axolotl", "factory"])
+def test_no_key_is_dropped_silently(home: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a key the recipe, the notes or the unknown keys are others."""
+    file = home / f"{name}.yaml"
+    whole = translate_recipe(file)
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    same_as_default = {  # or that nothing else is left without
+        *("load_in_8bit", "load_in_4bit", "adapter", "bf16", "tf32", "lora_target_linear", "lora_model_dir"),
+        *("optimizer", "lr_scheduler", "eval_strategy", "stage", "finetuning_type", "report_to", "lora_rank"),
+        *("resume_from_checkpoint", "base_model", "model_name_or_path", "dataset_dir", "warmup_ratio"),
+        "num_train_epochs",
+    }  # fmt: skip
+    for i, line in enumerate(lines):
+        key = line.partition(":")[0]
+        if line[0] in "# " or key in same_as_default or key in ("datasets", "special_tokens"):
+            continue
+        file.write_text("".join(lines[:i] + lines[i + 1 :]), encoding="utf-8")
+        part = translate_recipe(file)
+        text = "\n".join(part.unknown)
+        assert part.recipe != whole.recipe or part.notes != whole.notes or f" {key}:" not in text, key
+        assert (part.recipe, part.notes, len(part.unknown)) != (whole.recipe, whole.notes, len(whole.unknown)), key
+
+
+def test_unknown_keys_are_listed_with_their_lines(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["recipes", "from", "axolotl.yaml"]) == 1
+    printed = capsys.readouterr()
+    assert printed.out.startswith("# Translated from axolotl.yaml of axolotl\n")
+    assert "# output_dir: `flatshift train --out` names the run directory\n" in printed.out
+    assert printed.err.splitlines() == [
+        "axolotl.yaml: these keys have no counterpart in a recipe and are left out:",
+        "  axolotl.yaml:15: eval_sample_packing: true",
+        "  axolotl.yaml:36: saves_per_epoch: 1 (train.save_every counts steps)",
+        "  axolotl.yaml:38: special_tokens (the backbone's tokenizer is taken as it is)",
+    ]
+    assert run(["recipes", "from", "factory.yaml", "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["tool"] == "LLaMA-Factory" and document["recipe"]["train"]["steps"] == 8
+    assert [line.split(": ")[1] for line in document["unknown"]] == ["save_only_model", "deepspeed"]
+
+
+def test_all_keys_known_is_exit_code_0(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (home / "some.yaml").write_text(
+        "base_model: flatshift-5m\nadapter: lora\nlearning_rate: 1e-4\nseed: 7\n", encoding="utf-8"
+    )
+    assert run(["recipes", "from", "some.yaml"]) == 0
+    assert capsys.readouterr().err == ""
+    assert run(["recipes", "from", "some.yaml", "--out", "some.yaml"]) == 2  # never over a file
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lr: 1\n", "some.yaml is neither of axolotl (no base_model) nor of LLaMA-Factory (no model_name_or_path)"),
+        ("base_model: flatshift-5m\nrl: grpo\n", "some.yaml:2: rl grpo has no recipe; sft, pt, dpo, ipo, kto"),
+        ("base_model: flatshift-5m\nlora_r: many\n", "some.yaml:2: adapter.rank must be a whole number, got 'many'"),
+        ("base_model: flatshift-5m\nlearning_rate: -1\n", "some.yaml:2: optimizer.lr must be ≥ 0"),
+        ("- 1\n", "some.yaml:1: a recipe is a mapping"),
+    ],
+)
+def test_a_wrong_file_is_one_sentence_with_its_line(
+    home: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (home / "some.yaml").write_text(text, encoding="utf-8")
+    assert run(["recipes", "from", "some.yaml"]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "value"),
+    [
+        ("load_in_4bit: true", "train.quantization", "nf4-double"),
+        ("adapter: qlora", "train.quantization", "nf4-double"),
+        ("peft_use_dora: true", "adapter.dora", True),
+        ("fp16: true", "train.precision", "fp16"),
+        ("group_by_length: true", "train.group", "length"),
+        ("optimizer: paged_adamw_8bit", "optimizer.kind", "paged-adamw-8bit"),
+        ("max_steps: 30", "train.steps", 30),
+        ("lora_modules_to_save: [embed_tokens]", "adapter.train_whole", ["embed_tokens"]),
+        ("early_stopping_patience: 3", "train.patience", 3),
+        ("warmup_steps: 0", "optimizer.warmup", 0.0),
+        ("chat_template: chatml", "task.template", "chatml"),
+        ("test_datasets: [{path: dev.jsonl}]", "data.dev.files", ["dev.jsonl"]),
+        ("datasets: [{path: org/chats, name: small, split: dev}]", "data.train.files", ["hub:org/chats[small]:dev"]),
+        ("rl: ipo", "task.loss", "ipo"),
+    ],
+)
+def test_a_key_becomes_the_setting(tmp_path: Path, line: str, key: str, value: object) -> None:
+    file = tmp_path / "some.yaml"
+    adapter = "" if line.startswith("adapter") else "adapter: lora\n"
+    file.write_text(f"base_model: flatshift-5m\n{adapter}{line}\n", encoding="utf-8")
+    translated = translate_recipe(file)
+    place = translated.recipe
+    for name in key.split("."):
+        place = place[name]
+    assert place == value and translated.unknown == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("base_model: flatshift-5m\n", ":1: adapter is not set (full fine-tuning has no counterpart: a LoRA adapter"),
+        ("model_name_or_path: m\nfinetuning_type: full\n", ":2: finetuning_type: full (full fine-tuning has no"),
+        ("model_name_or_path: m\ntf32: true\n", ":2: tf32: true (train.tf32 goes with train.precision: fp32)"),
+        ("model_name_or_path: m\noptim: adafactor\n", ":2: optim: adafactor"),
+        ("model_name_or_path: m\nmax_steps: many\n", ":2: max_steps: many"),
+        ("model_name_or_path: m\nwarmup_steps: 20\n", ":2: warmup_steps: 20 (optimizer.warmup is a fraction"),
+    ],
+)
+def test_a_value_without_a_counterpart_is_reported(tmp_path: Path, text: str, line: str) -> None:
+    file = tmp_path / "some.yaml"
+    file.write_text(text, encoding="utf-8")
+    (unknown,) = translate_recipe(file).unknown
+    assert unknown.startswith(f"{file}{line}")
+
+
+def test_data_sets_without_an_index_are_reported(tmp_path: Path) -> None:
+    file = tmp_path / "some.yaml"
+    file.write_text("model_name_or_path: flatshift-5m\ndataset: identity\n", encoding="utf-8")
+    assert "dataset_info.json; name the files with --data" in translate_recipe(file).unknown[0]
+    with pytest.raises(UserError, match=r"some\.yaml: cannot be read|No such file|cannot be read"):
+        translate_recipe(tmp_path / "other" / "some.yaml")
