@@ -325,7 +325,7 @@ def test_what_cannot_be_divided_is_refused(
 
 
 SLURM = """#!/bin/bash
-# sbatch: every task of the array one after another; squeue: the job has ended; srun: the command itself.
+# sbatch: with RUNS every task of the array, one after another; squeue: the job has ended; srun: the command itself.
 case "$(basename "$0")" in
   squeue) exit 0 ;;
   srun) while [[ "$1" == -* ]]; do [ "$1" = -n ] && shift; shift; done; exec "$@" ;;
@@ -335,6 +335,7 @@ case "$(basename "$0")" in
 esac
 script="${@: -1}"
 cat "$script" >> "$SCRIPTS"
+[ -n "$RUNS" ] || { echo "Submitted batch job 77"; exit 0; }
 last=$(sed -n 's/^#SBATCH --array=0-//p' "$script")
 export RUN_OFFSET=0 SLURM_NODELIST=localhost SLURM_JOB_ID=77
 for SLURM_ARRAY_TASK_ID in $(seq 0 "$last"); do
@@ -345,7 +346,9 @@ echo "Submitted batch job 77"
 """
 
 
-def test_stages_on_slurm_are_arrays_of_its_jobs(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the file to which a stand-in of Slurm appends the scripts that it is given, and runs if RUNS is set."""
     (tmp_path / "bin").mkdir()
     for name in ("sbatch", "srun", "squeue", "scontrol", "merge_stats", "launch_pickled_pipeline"):
         (tmp_path / "bin" / name).write_text(SLURM, encoding="utf-8")
@@ -354,13 +357,27 @@ def test_stages_on_slurm_are_arrays_of_its_jobs(data: Path, tmp_path: Path, monk
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("PYTHON", sys.executable)
     monkeypatch.setenv("SCRIPTS", str(tmp_path / "scripts"))
-    # The real programs of this environment come first in the job's PATH.
+    # The programs next to Python come first in the job's PATH.
     monkeypatch.setattr("flatshift.experiments.select.stages.sys.executable", str(tmp_path / "bin" / "python"))
-    assert select(data, tmp_path / "slurm", "--method", "dsir", "--on", "slurm:cpu", pool="pool/[01].jsonl") == 0
-    logs = tmp_path / "slurm" / "state" / "kept" / "shards" / "read" / "datatrove"
-    scripts = (tmp_path / "scripts").read_text(encoding="utf-8").split("#!/bin/bash\n")
-    jobs = [script for script in scripts if "launch_pickled_pipeline" in script]
-    assert jobs[0].splitlines() == [
+    return tmp_path / "scripts"
+
+
+def read_jobs(scripts: Path) -> list[str]:
+    """Return the scripts of stages, without those that merge datatrove's statistics."""
+    texts = scripts.read_text(encoding="utf-8").split("#!/bin/bash\n")
+    return [text for text in texts if "launch_pickled_pipeline" in text]
+
+
+def test_a_stage_on_slurm_is_an_array_of_jobs(
+    data: Path, tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("flatshift.experiments.select.stages._SETTLE_S", 0.0)
+    monkeypatch.setattr("flatshift.experiments.select.stages._POLL_S", 0.01)
+    assert select(data, tmp_path / "out", "--method", "dsir", "--on", "slurm:cpu") == 2
+    assert "--on slurm: shard 0 of 3 of the stage 'read pool' was not finished" in capsys.readouterr().err
+    logs = tmp_path / "out" / "state" / "kept" / "shards" / "read" / "datatrove"
+    (job,) = read_jobs(slurm)
+    assert job.splitlines() == [
         "#SBATCH --cpus-per-task=1",
         "#SBATCH --mem-per-cpu=2G",
         "#SBATCH --nodes=1",
@@ -368,7 +385,7 @@ def test_stages_on_slurm_are_arrays_of_its_jobs(data: Path, tmp_path: Path, monk
         "#SBATCH --job-name=flatshift-read-pool",
         f"#SBATCH --output={logs}/slurm_logs/%A_%a.out",
         f"#SBATCH --error={logs}/slurm_logs/%A_%a.out",
-        "#SBATCH --array=0-1",
+        "#SBATCH --array=0-2",
         "#SBATCH --requeue",
         'echo "Starting data processing job flatshift-read-pool"',
         f"export PATH={tmp_path / 'bin'}:$PATH",
@@ -376,21 +393,37 @@ def test_stages_on_slurm_are_arrays_of_its_jobs(data: Path, tmp_path: Path, monk
         "export PYTHONUNBUFFERED=TRUE",
         f"srun  -l -n 1 launch_pickled_pipeline {logs}/executor.pik",
     ]
+
+
+@pytest.mark.slow
+def test_a_selection_on_slurm_is_that_of_one_process(
+    data: Path, tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RUNS", "1")
+    files = "pool/[01].jsonl"
+    assert select(data, tmp_path / "slurm", "--method", "dsir", "--on", "slurm", pool=files) == 0
+    jobs = read_jobs(slurm)
     names = [line.partition("=")[2] for job in jobs for line in job.splitlines() if "job-name" in line]
     assert names == [f"flatshift-{stage}" for stage in ("read-pool", "blank-texts", "n-grams", "weights")]
-    assert select(data, tmp_path / "one", "--method", "dsir", pool="pool/[01].jsonl") == 0
+    assert not any("partition" in job for job in jobs)
+    assert select(data, tmp_path / "one", "--method", "dsir", pool=files) == 0
     check_equal(tmp_path / "one", tmp_path / "slurm")
 
 
 @pytest.mark.slow
-def test_stages_run_on_a_cluster_of_ray(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_run_on_a_cluster_of_ray(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{os.environ.get('PYTHONPATH', '')}")
-    cluster = Cluster(head_node_args={"num_cpus": 1, "memory": 4 << 30})
+    cluster = Cluster(head_node_args={"num_cpus": 1, "memory": 1 << 30})
     try:
-        cluster.add_node(num_cpus=1, memory=4 << 30)
+        assert select(data, tmp_path / "ray", "--method", "dsir", "--on", f"ray:{cluster.address}") == 2
+        assert "no node of the cluster has a CPU and 2 GiB for a task" in capsys.readouterr().err
+        for _ in range(2):
+            cluster.add_node(num_cpus=1, memory=4 << 30)
         assert select(data, tmp_path / "ray", "--method", "dsir", "--on", f"ray:{cluster.address}") == 0
     finally:
         cluster.shutdown()
