@@ -139,11 +139,13 @@ def find_factor_pairs(tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tenso
 
 
 def gram_power(factor: Tensor, damping: float, power: float) -> Tensor:
-    """Return (FᵀF + δ)^power of a factor F [n, r], [r, r]."""
-    gram = factor.T @ factor
+    """Return (FᵀF + δ)^power of a factor F [n, r], [r, r]; in float64 where that is fast, as squares of small singular
+    values are rounding noise in float32."""
+    wide = factor.to(capabilities(factor.device).sums)
+    gram = wide.T @ wide
     gram.diagonal().add_(damping)
     values, vectors = torch.linalg.eigh(gram)
-    return (vectors * values.clamp(min=damping).pow(power)) @ vectors.T
+    return ((vectors * values.clamp(min=damping).pow(power)) @ vectors.T).to(factor.dtype)
 
 
 def _gather(tensor: Tensor) -> Tensor:
@@ -194,14 +196,14 @@ class LoraMuon(FactorAdamW):
         for a, b in self._pairs:
             whole_a, whole_b = _gather(a), _gather(b)
             size = math.sqrt(len(whole_b) * whole_a.shape[1] / len(whole_a))
+            root_b = gram_power(whole_b, self._damping, -0.5)  # both before either moves
+            root_a = gram_power(whole_a.T, self._damping, -0.5)
             if a.grad is not None and id(a) in groups:  # else fixed
-                root = gram_power(whole_b, self._damping, -0.5)
                 momentum = self._average(a, groups[id(a)]["betas"][0])
-                self._move(a, whole_a, root @ _polar_factor(root @ momentum), groups[id(a)], size)
+                self._move(a, whole_a, root_b @ _polar_factor(root_b @ momentum), groups[id(a)], size)
             if b.grad is not None and id(b) in groups:
-                root = gram_power(whole_a.T, self._damping, -0.5)
                 momentum = self._average(b, groups[id(b)]["betas"][0])
-                self._move(b, whole_b, _polar_factor(momentum @ root) @ root, groups[id(b)], size)
+                self._move(b, whole_b, _polar_factor(momentum @ root_a) @ root_a, groups[id(b)], size)
         return super().step(closure)
 
     def _average(self, factor: Tensor, beta: float) -> Tensor:

@@ -89,7 +89,7 @@ def test_lora_muon_takes_the_steps_of_the_paper(monkeypatch, decay):
     for name, expected in naive_lora_muon(parameters(), 5, rate=1e-2, decay=decay).items():
         start = parameters()[name].double()
         moved = ours.parameters[name].double() - start
-        assert (moved - (expected - start)).norm() < 5e-4 * (expected - start).norm(), name  # of float32 weights
+        assert (moved - (expected - start)).norm() < 1e-4 * (expected - start).norm(), name
     plain = AdapterOptimizer({n: p for n, p in parameters().items() if "head" in n}, Optimizer(weight_decay=decay))
     for step in range(5):
         for name, grad in gradients(step, {n: p.shape for n, p in parameters().items()}).items():
@@ -120,7 +120,7 @@ def test_a_step_of_lora_muon_has_one_root_mean_square_at_every_rank(rank):
     for product in (b @ (ours.parameters["x.lora_A.weight"] - a), (ours.parameters["x.lora_B.weight"] - b) @ a):
         values = torch.linalg.svdvals(product)[:rank]
         assert values.max() < 1.01 * values.min()
-        assert float(product.square().mean().sqrt()) == pytest.approx(1e-4, rel=0.01)
+        assert float(product.detach().square().mean().sqrt()) == pytest.approx(1e-4, rel=0.01)
 
 
 def test_lora_muon_takes_the_same_step_from_rescaled_factors():
