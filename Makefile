@@ -17,7 +17,7 @@ override PYTHON := python3
 endif
 TORCH := $(shell sed -n 's/^  "\(torch>=[^"]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: demo test lint bench bundle real slow sbom docs image clean
+.PHONY: demo test lint bench bundle real release slow sbom docs image clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -29,6 +29,7 @@ help:
 	@echo "make slow    the tests that are left out of make test"
 	@echo "make real    the journeys' commands on a real decoder and a real encoder from the package index"
 	@echo "make docs    the documentation as a site: site/index.html"
+	@echo "make release dist/: wheel and sdist of a clean clone, installed and tried elsewhere; no upload"
 	@echo "make image   a container image, where docker is"
 	@echo "make sbom    what is installed, as flatshift-sbom.json (CycloneDX)"
 	@echo "make bench NAME=gotd_exact    one benchmark of benchmarks/"
@@ -76,6 +77,10 @@ lint: $(VENV)/test
 test: lint
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 	$(BIN)/python scripts/check_wheel.py
+
+# A release but for its upload: a tag vX.Y.Z of the version publishes it (.github/workflows/release.yml).
+release: $(VENV)/test sbom
+	$(BIN)/python scripts/check_wheel.py --release --demo
 
 # What is installed, in CycloneDX's form, by its own tool.
 sbom: $(VENV)/core

@@ -101,6 +101,7 @@ TOPICS = {
             "positive_control": "A real double descent of LoRA.",
             "forecast": "Test errors that `flatshift forecast` predicts before training.",
             "rate_advice": "Prediction of the best learning rate before step 1.",
+            "rank_transfer": "Best learning rates of a small and a large rank, by optimizer.",
         },
     ),
     "evaluation": (

@@ -5,7 +5,7 @@
 Language modelling of the shipped SciCite sentences on the shipped decoder, ranks 2 and 32, a grid of rates by factors
 of 2, `SEEDS` seeds. The figures are of the loss on dev after equally many steps: the best rate of each rank, what rank
 32 gives up at the best rate of rank 2, and how far both ranks are apart at one rate, in the mean over the rates that
-are not above the best of either.
+are not above the best of either. A control: AdamW with a rate that falls with the root of the rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ NAME = "rank_transfer"
 LOSSES, WORK = RESULTS / NAME / "losses.json", ROOT / ".bench" / NAME
 KINDS = ("adamw", *FACTOR_OPTIMIZERS)
 RANKS = (2, 32)
-RATES = tuple(1e-3 * 2**power for power in range(6))
+LOWEST = {"adamw": 1e-3, "riemannian": 1e-3, "lora-muon": 2.5e-4}
+RATES = {kind: [LOWEST[kind] * 2**power for power in range(6)] for kind in KINDS}
 SEEDS = 1
 SETTINGS = {
     "train.epochs": None, "train.steps": 40, "train.batch_size": 4, "train.max_length": 64, "train.eval_every": 0,
@@ -36,7 +37,7 @@ SETTINGS = {
 def measure_losses(kind: str) -> dict[str, list[list[float]]]:
     """Return the losses on dev [seed][rate] by rank."""
     out = WORK / kind
-    grid = {"adapter.rank": list(RANKS), "optimizer.lr": list(RATES)}
+    grid = {"adapter.rank": list(RANKS), "optimizer.lr": RATES[kind]}
     overrides = {**SETTINGS, "optimizer.kind": kind}
     flatshift.sweep("language-model", grid, out=out, seeds=SEEDS, overrides=overrides, jobs=1, quiet=True)
     data = read_sweep(out)
@@ -46,20 +47,25 @@ def measure_losses(kind: str) -> dict[str, list[list[float]]]:
     return losses
 
 
+def judge(small: np.ndarray, large: np.ndarray) -> tuple[float, float, float, float]:
+    """Return the figures of the rows from the losses of both ranks, rate by rate."""
+    best = int(np.argmin(small)), int(np.argmin(large))
+    apart = float(np.abs(small - large)[: min(best) + 1].mean())
+    return 2.0 ** (best[1] - best[0]), float(large[best[0]] - large.min()), apart, float(large.min())
+
+
 def main() -> None:
     """Measure every kind and write the rows."""
     limit_threads(1)
     bench = Benchmark(NAME, packages=("torch", "transformers", "peft", "numpy"))
-    figures: dict[str, tuple[float, float, float, float]] = {}
+    figures = {}
     for kind in KINDS:
         losses = once(LOSSES, kind, lambda kind=kind: measure_losses(kind))
         small, large = (np.array(losses[str(rank)]).mean(axis=0) for rank in RANKS)
-        best = int(np.argmin(small)), int(np.argmin(large))
-        lower = slice(min(best) + 1)
-        apart = float(np.abs(small - large)[lower].mean())
-        given_up = float(large[best[0]] - large.min())
-        figures[kind] = (RATES[best[1]] / RATES[best[0]], given_up, apart, float(large.min()))
-        print(f"· {kind}: best rates {[RATES[i] for i in best]}; {small.round(3)}, {large.round(3)}", flush=True)
+        figures[kind] = judge(small, large)
+        print(f"· {kind}: {RATES[kind]}, {small.round(3)}, {large.round(3)}", flush=True)
+        if kind == "adamw":  # rank 32 at a quarter of the rate of rank 2
+            figures["adamw, rate ÷ √rank"] = judge(small[2:], large[:-2])
     names = (
         ("best rate of rank 32 ÷ best rate of rank 2", "ratio"),
         ("loss that rank 32 gives up at the best rate of rank 2", "nats"),
@@ -67,9 +73,9 @@ def main() -> None:
         ("best loss of rank 32", "nats"),
     )
     for index, (what, unit) in enumerate(names):
-        for kind in FACTOR_OPTIMIZERS:
-            ours, peer = figures[kind][index], figures["adamw"][index]
-            bench.row(f"{what}, {kind}", unit, ours=ours, peer=peer, peer_name="adamw")
+        for kind, own in figures.items():
+            if kind != "adamw":
+                bench.row(f"{what}, {kind}", unit, ours=own[index], peer=figures["adamw"][index], peer_name="adamw")
     bench.finish()
 
 

@@ -197,11 +197,10 @@ class Optimizer:
     """`adamw`; or from bitsandbytes (extra `quant`, one process): `adamw-8bit` keeps its two moments in 8 bits with
     blocks of 256 values, the `paged` ones keep them in host memory that a CUDA device pages in. `gauss-newton`: every
     step solves the least-squares problem of the linearised model, for squared losses and small problems (all examples
-    and weights at once); set lr: 1, schedule: constant, warmup: 0 and clip: null. Two for the factors of linear layers,
-    whose best rate should depend less on the rank, beside AdamW for all else that trains: `riemannian`, AdamW of the
-    gradients (BᵀB + δ)⁻¹∇A and ∇B(AAᵀ + δ)⁻¹ (2402.02347, as PEFT's); `lora-muon`, steps of equal spectral norm in BA,
-    half by A and half by B, along their momentum (2606.12921). `lr` is then 5 ÷ √width of the step's norm, as AdamW's
-    rates match those of torch's Muon."""
+    and weights at once); set lr: 1, schedule: constant, warmup: 0 and clip: null. Two step both factors of a linear
+    layer together, and leave all else to AdamW: `riemannian`, AdamW of the gradients (BᵀB + δ)⁻¹∇A and ∇B(AAᵀ + δ)⁻¹
+    (2402.02347, as PEFT's); `lora-muon`, steps along the momentum that change BA by lr/10 in root mean square through
+    A and as much through B, with equal singular values (2606.12921)."""
     lr: float = 1e-3
     """Peak learning rate."""
     weight_decay: float = 0.0

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from flatshift.selection import sinkhorn_potentials as sinkhorn_potentials
     from flatshift.selection.errors import SelectionError as SelectionError
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _API = ("Run", "Selection", "Sweep", "load_recipe", "train", "resume", "select", "embedder", "sweep", "compare")
 _PUBLIC = {

@@ -1,6 +1,7 @@
 """Build the wheel, check its contents, install it into a fresh environment elsewhere and use it there.
 
     python scripts/check_wheel.py           # --demo: also runs the whole demo there
+    python scripts/check_wheel.py --release    # wheel and sdist of a clean clone of HEAD into dist/, checked; no upload
 
 The fresh environment sees the heavy dependencies of this one through a `.pth` file, but not this source tree; a second
 check imports every module with only the declared core dependencies visible.
@@ -8,8 +9,10 @@ check imports every module with only the declared core dependencies visible.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -40,7 +43,7 @@ _TEXT: dict[str, Any] = {"check": True, "capture_output": True, "text": True}
 def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        wheel = build_wheel(folder)
+        wheel = build_release(folder) if "--release" in sys.argv[1:] else build_wheel(folder)
         check_contents(wheel)
         python = install_wheel(wheel, folder)
         run_smoke_test(python, folder)
@@ -52,11 +55,25 @@ def main() -> None:
 
 
 def build_wheel(folder: Path) -> Path:
+    """Build the sdist and the wheel out of it, as a release is built."""
     # stdout=-3 is subprocess.DEVNULL.
-    subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder), str(ROOT)], check=True, stdout=-3
-    )
+    subprocess.run([sys.executable, "-m", "build", "--outdir", str(folder), str(ROOT)], check=True, stdout=-3)
     (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def build_release(folder: Path) -> Path:
+    """Build sdist and wheel of a clean clone into dist/, and print their sizes and hashes."""
+    if subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, **_TEXT).stdout:
+        raise SystemExit("the tree has changes that are not committed; commit them, a release is built from HEAD")
+    clone, dist = folder / "clone", ROOT / "dist"
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+    shutil.rmtree(dist, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "build", "--outdir", str(dist), str(clone)], check=True, stdout=-3)
+    for file in sorted(dist.iterdir()):
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        print(f"{file.relative_to(ROOT)}  {file.stat().st_size / 2**20:.1f} MiB  sha256 {digest}")
+    (wheel,) = dist.glob("*.whl")
     return wheel
 
 

@@ -30,7 +30,7 @@ from flatshift.regularizers.layers.signs import counter_values, layer_uid, mix64
 
 LANES = 4
 """Elements decided by one word."""
-ONE_KERNEL = {"realize_opcount_threshold": 1 << 20, "realize_reads_threshold": 1 << 20}
+_ONE_KERNEL: dict[str, Any] = {"realize_opcount_threshold": 1 << 20, "realize_reads_threshold": 1 << 20}
 """Inductor's options under which it does not store the hash of the leading dims between two kernels."""
 _STEPS = 1 << 16
 """Resolution of a rate: it is rounded to a multiple of 1/65536, and kept elements are scaled by exactly that."""
@@ -234,17 +234,28 @@ def _hash_function(compiled: bool) -> Callable[[Tensor, Sequence[Tensor]], Tenso
     """Return `_hash_counters`; if `compiled`, as one kernel, unless this machine cannot compile for its GPU."""
     if not compiled:
         return _hash_counters
-    kernel = torch.compile(_hash_counters, dynamic=True, options=ONE_KERNEL)
-
-    def hash_counters(first: Tensor, others: Sequence[Tensor]) -> Tensor:
-        with torch.no_grad():
-            return kernel(first, others)
-
     try:
-        hash_counters(torch.zeros(2, dtype=torch.int64, device="cuda"), [])
+        example = torch.zeros(2, dtype=torch.int64, device="cuda")
+        compiled_hash(example, [example, example])
     except RuntimeError:  # Triton or its C compiler is missing
         return _hash_counters
-    return hash_counters
+    return compiled_hash
+
+
+def compiled_hash(first: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """Apply `_hash_counters` compiled, once for any sizes."""
+    from torch._dynamo.decorators import mark_unbacked
+
+    distinct = [counters.detach() for counters in others]  # two dims of one size have the same tensor
+    for counters in (first, *distinct):
+        mark_unbacked(counters, 0)
+    with torch.no_grad():
+        return _compile_hash()(first, distinct)
+
+
+@functools.cache
+def _compile_hash() -> Callable[[Tensor, Sequence[Tensor]], Tensor]:
+    return torch.compile(_hash_counters, dynamic=True, options=_ONE_KERNEL)
 
 
 _SHARED = ("pos_dropout", "sin_dropout", "cos_dropout")

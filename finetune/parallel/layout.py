@@ -279,7 +279,7 @@ def join_parts(files: Iterable[Path], target: Path) -> None:
             output.write(len(lines).to_bytes(8, "little") + lines)
             for name in header:
                 whole = _join_part_files(name, parts[name], shapes[name])
-                output.write(whole.view(-1).view(torch.uint8).numpy())
+                output.write(whole.view(-1).view(torch.uint8).numpy().data)
 
 
 def _join_part_files(name: str, parts: Sequence[tuple[Any, list[Runs]]], shape: Sequence[int]) -> Tensor:

@@ -31,7 +31,7 @@ from flatshift.regularizers.config import (
 )
 
 from ..compute.memory import slice_columns, slice_rows
-from ..config import WIDTHS, Adapter, Mesh, Train
+from ..config import WIDTHS, Adapter, Mesh, OptimizerKind, Train
 from ..figures import format_bytes
 from ..models.families import find_family
 from ..parallel.pipeline_plan import BlockCosts, split_blocks, stages_of, virtual_stages
@@ -89,6 +89,7 @@ def predict_footprint(
     device: str = "cuda",
     packed: bool = False,
     regularizer: RegularizerConfig | None = None,
+    optimizer: OptimizerKind = "adamw",
 ) -> Footprint:
     """Return the memory of a rank of `mesh`.
 
@@ -97,6 +98,7 @@ def predict_footprint(
         device: kind of device, which sets how many logits are computed at once.
         packed: True if rows hold several examples, which a CPU separates by a dense mask.
         regularizer: the regularizer whose state is included; None: none.
+        optimizer: its kind; lora-muon has one moment of an adapter.
     """
     width = WIDTHS[train.precision]
     weight_width = 2 if train.backbone_precision == "bf16" else width
@@ -127,11 +129,12 @@ def predict_footprint(
         activations += block_experts * (1 if train.checkpointing == "full" else layers)
     if packed and device == "cpu":
         activations += int(mask_bytes(layers, train) * sequences)
-    state = _STATE_BYTES * backbone.adapter // (mesh.pp * adapter_shards)
+    state_bytes = _STATE_BYTES - (4 if optimizer == "lora-muon" else 0)
+    state = state_bytes * backbone.adapter // (mesh.pp * adapter_shards)
     # the gradient of the largest of their two maps, from which those of A and B are computed
     work = max(work_bytes(backbone, mesh, adapter, train, rows, device), block_experts * 2 // 3)
     if mesh.pp == 1 and train.accumulate == 1:  # gradients grow while activations are freed
-        work = max(0, work - state // 4)
+        work = max(0, work - 4 * backbone.adapter // adapter_shards)
     regularizer = regularizer or Plain()
     noise = perturbation_bytes(
         regularizer,

@@ -322,6 +322,7 @@ def price_layout(settings: RuleSettings, sizes: BackboneSizes, cluster: Cluster)
         device=cluster.kind,
         packed=settings.task.pack,
         regularizer=settings.regularizer,
+        optimizer=settings.optimizer.kind,
     )
     seconds = predict_seconds(work, cluster.device, network=cluster.network, constants=cluster.constants)
     return Layout(mesh, train, needs, seconds, flops, cluster)

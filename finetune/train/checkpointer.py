@@ -186,9 +186,13 @@ class Checkpointer:
 
     def _save_parts(self) -> dict[str, Tensor] | Path:
         """Return the tensors of the checkpoint; on a mesh the folder where every rank has written the parts it owns."""
-        engine = self.engine
-        groups = {"adapter": engine.parameters, **self.optimizer.moments(), "best": self.progress.best}
-        wholes = {
+        engine, adapter = self.engine, dict[str, Tensor](self.engine.parameters)
+        groups: dict[str, Mapping[str, Tensor]] = {
+            "adapter": adapter,
+            **self.optimizer.moments(),
+            "best": self.progress.best,
+        }
+        wholes: dict[str, Mapping[str, Tensor]] = {
             "step": engine.union(self.optimizer.counters()),
             "regularizer": engine.union(self.regularizer.state_dict()),
         }

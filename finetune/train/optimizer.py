@@ -11,9 +11,11 @@ QLoRA (2305.14314, §3).
 way round. `RiemannianAdamW` (arXiv 2402.02347; PEFT's `create_riemannian_optimizer`) takes (BᵀB + δ)⁻¹∇A and
 ∇B(AAᵀ + δ)⁻¹ for the gradients. `LoraMuon` (2606.12921, algorithm 1) descends by the spectral norm of the weights: with
 m the momentum and polar(UΣVᵀ) = UVᵀ, ΔA = −η/2 · (BᵀB + δ)^{−½} polar((BᵀB + δ)^{−½} m_A), and likewise ΔB. Weight
-decay λ scales both factors by √(1 − λ·lr) and their steps by its inverse, which shrinks BA by λ·lr. The paper has no δ:
-its factors do not begin at B = 0. η = lr · 0.2·√max(m, n), torch's `match_rms_adamw`, so that heads under AdamW can
-share the rate. Sharded factors are gathered for a step, one pair at a time.
+decay λ scales both factors by √(1 − λ·lr) and their steps by its inverse, which shrinks BA by λ·lr. Two departures from
+the paper: δ, because its factors do not begin at B = 0; and η = lr · 0.2·√(mn/r), by which either half changes BA by
+lr/10 in root mean square. At full rank that is torch's `match_rms_adamw`, so that heads under AdamW share the rate; the
+paper's η, equal at every rank, lets a step of rank 32 be four times one of rank 2, and the best rate fell by as much
+(`python -m benchmarks.rank_transfer`). Sharded factors are gathered for a step, one pair at a time.
 
 **Gauss-Newton** solves in each step the least-squares problem of the model linearised at its weights. With r the
 residuals of all rows of a step and J their Jacobian, the moving weights become θ' = argmin ‖r + Jθ − Jθ'‖² + λ‖θ'‖²,
@@ -137,11 +139,13 @@ def find_factor_pairs(tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tenso
 
 
 def gram_power(factor: Tensor, damping: float, power: float) -> Tensor:
-    """Return (FᵀF + δ)^power of a factor F [n, r], [r, r]."""
-    gram = factor.T @ factor
+    """Return (FᵀF + δ)^power of a factor F [n, r], [r, r]; in float64 where that is fast, as squares of small singular
+    values are rounding noise in float32."""
+    wide = factor.to(capabilities(factor.device).sums)
+    gram = wide.T @ wide
     gram.diagonal().add_(damping)
     values, vectors = torch.linalg.eigh(gram)
-    return (vectors * values.clamp(min=damping).pow(power)) @ vectors.T
+    return ((vectors * values.clamp(min=damping).pow(power)) @ vectors.T).to(factor.dtype)
 
 
 def _gather(tensor: Tensor) -> Tensor:
@@ -156,12 +160,16 @@ def _write(whole: Tensor, tensor: Tensor) -> None:
     tensor.copy_(whole)
 
 
-class RiemannianAdamW(torch.optim.AdamW):
-    """AdamW of gradients that are preconditioned by the other factor of each pair (module's docstring)."""
+class FactorAdamW(torch.optim.AdamW):
+    """AdamW that knows the pairs of factors; with the gradients of `RiemannianAdamW` or the steps of `LoraMuon`."""
 
     def __init__(self, groups: Any, *, pairs: Sequence[tuple[Tensor, Tensor]], damping: float, **settings: Any) -> None:
         super().__init__(groups, **settings)
         self._pairs, self._damping = pairs, damping
+
+
+class RiemannianAdamW(FactorAdamW):
+    """AdamW of gradients that are preconditioned by the other factor of each pair (module's docstring)."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -174,17 +182,12 @@ class RiemannianAdamW(torch.optim.AdamW):
         return super().step(closure)
 
 
-class LoraMuon(torch.optim.AdamW):
+class LoraMuon(FactorAdamW):
     """Spectral descent of pairs of factors (module's docstring), which keep `exp_avg` alone; AdamW of all else."""
-
-    def __init__(self, groups: Any, *, pairs: Sequence[tuple[Tensor, Tensor]], damping: float, **settings: Any) -> None:
-        super().__init__(groups, **settings)
-        self._pairs, self._damping = pairs, damping
-        self._factors = {id(tensor) for pair in pairs for tensor in pair}
 
     def kinds(self, tensor: Tensor) -> tuple[str, ...]:
         """Return the moments that a tensor keeps."""
-        return MOMENTS[:1] if id(tensor) in self._factors else MOMENTS
+        return MOMENTS[:1] if any(tensor is factor for pair in self._pairs for factor in pair) else MOMENTS
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -192,15 +195,15 @@ class LoraMuon(torch.optim.AdamW):
         groups = {id(tensor): group for group in self.param_groups for tensor in group["params"]}
         for a, b in self._pairs:
             whole_a, whole_b = _gather(a), _gather(b)
-            width = max(whole_a.shape[1], whole_b.shape[0])
+            size = math.sqrt(len(whole_b) * whole_a.shape[1] / len(whole_a))
+            root_b = gram_power(whole_b, self._damping, -0.5)  # both before either moves
+            root_a = gram_power(whole_a.T, self._damping, -0.5)
             if a.grad is not None and id(a) in groups:  # else fixed
-                root = gram_power(whole_b, self._damping, -0.5)
                 momentum = self._average(a, groups[id(a)]["betas"][0])
-                self._move(a, whole_a, root @ _polar_factor(root @ momentum), groups[id(a)], width)
+                self._move(a, whole_a, root_b @ _polar_factor(root_b @ momentum), groups[id(a)], size)
             if b.grad is not None and id(b) in groups:
-                root = gram_power(whole_a.T, self._damping, -0.5)
                 momentum = self._average(b, groups[id(b)]["betas"][0])
-                self._move(b, whole_b, _polar_factor(momentum @ root) @ root, groups[id(b)], width)
+                self._move(b, whole_b, _polar_factor(momentum @ root_a) @ root_a, groups[id(b)], size)
         return super().step(closure)
 
     def _average(self, factor: Tensor, beta: float) -> Tensor:
@@ -215,9 +218,9 @@ class LoraMuon(torch.optim.AdamW):
         return _gather(state["exp_avg"])
 
     @staticmethod
-    def _move(factor: Tensor, whole: Tensor, direction: Tensor, group: Mapping[str, Any], width: int) -> None:
+    def _move(factor: Tensor, whole: Tensor, direction: Tensor, group: Mapping[str, Any], size: float) -> None:
         scale = math.sqrt(1 - group["lr"] * group["weight_decay"])
-        rate = group["lr"] * 0.2 * math.sqrt(width) / 2
+        rate = group["lr"] * 0.2 * size / 2
         _write(whole * scale - direction * (rate / scale), factor)
 
 

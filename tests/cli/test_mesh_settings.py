@@ -77,7 +77,7 @@ CASES = {
 MORE = {
     "dft, pp": Case("llama", {"task.dft": "true"}, PP),
     "dft, cp": Case("gemma2", {"task.dft": "true"}, CP),
-    "dft, dp": Case("gpt2", {"task.dft": "true"}, {"mesh.dp": 2}, "completion"),
+    "dft, dp": Case("gpt2", {"task.dft": "true"}, {"mesh.dp": 2}),
     "lora-muon, dp of whole adapters": Case(
         "llama", {"optimizer.kind": "lora-muon"}, {"mesh.dp": 2, "mesh.adapters": "replicate"}
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from collections.abc import Callable
@@ -36,6 +37,8 @@ class Case:
     by_tokens: bool = False
     """Sequence parallelism."""
     reshard: bool | None = None
+    prefetch: bool = False
+    """As on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,7 @@ def compare(case: Case, *, pp: int, dp: int = 1, tp: int = 1) -> dict[str, Any]:
     """Train the whole model and the stages; figures of the difference, the same on every rank."""
     import torch.distributed as dist
 
+    from flatshift.finetune.compute.capabilities import CUDA, override_capabilities
     from flatshift.finetune.compute.loss import batch_loss, head_probe
     from flatshift.finetune.config import Mesh
     from flatshift.finetune.parallel.fsdp import shard
@@ -179,7 +183,12 @@ def compare(case: Case, *, pp: int, dp: int = 1, tp: int = 1) -> dict[str, Any]:
     loss = summed_loss if case.kind == "t5" else None
     parts, stages = build_rank_stages(copy.deepcopy(whole), lambda: copy.deepcopy(whole), mesh=mesh, world=world)
     layout = tensor_parallel(parts, world=world, sequence_parallel=case.by_tokens)
-    shard(parts, mesh=mesh, world=world)
+    with override_capabilities(CUDA, on="cpu") if case.prefetch else contextlib.nullcontext():
+        sharding = shard(parts, mesh=mesh, world=world)
+    prefetched: list[int] = []
+    for unit in sharding.units if case.prefetch else ():
+        state = unit._get_fsdp_state()
+        prefetched.append(len(state._states_to_forward_prefetch) + len(state._states_to_backward_prefetch))
     runner = PipelineRunner(parts, mesh=mesh, world=world)
     head = None if loss is not None else runner.find_head(head_probe(batches[0][0][0].inputs), task=task)
 
@@ -221,6 +230,7 @@ def compare(case: Case, *, pp: int, dp: int = 1, tp: int = 1) -> dict[str, Any]:
         "smallest": min(float(grad.norm()) for grad in wanted.values()),
         "logits": relative(logits, wanted_logits),
         "head": head is not None,
+        "prefetched": sum(prefetched),
         "elements": sum(p.numel() for p in parts.parameters()) / sum(p.numel() for p in whole.parameters()),
     }
     if task.kind != "classify" and loss is None:
@@ -247,8 +257,6 @@ def run_cases(cases: list[Case], pp: int, dp: int, tp: int) -> list[dict[str, An
 
 def with_dropout() -> tuple[list[str], list[int]]:
     """Sums of the gradients of three updates, the first two with the same seeds, and the numbers that seeds come by."""
-    import contextlib
-
     from flatshift.finetune.config import Mesh
     from flatshift.finetune.parallel.mesh import ProcessMesh
     from flatshift.finetune.parallel.pipeline import PipelineRunner, build_rank_stages
@@ -296,6 +304,7 @@ def check(cases: list[Case], *, pp: int, dp: int = 1, tp: int = 1) -> None:
             assert figures["smallest"] > 1e-6, (case, figures)
             assert figures["elements"] < 0.9, (case, figures)
             assert figures.get("generated", True), (case, figures)
+            assert bool(figures["prefetched"]) == case.prefetch, (case, figures)
         last = [figures["head"] for figures in (rank[index] for rank in ranks)]
         assert any(last) == (case.kind in WITH_HEAD), (case, last)
 
@@ -330,7 +339,7 @@ def test_sharded_stages() -> None:
 
 
 def test_stages_that_free_their_weights_between_pieces() -> None:
-    cases = [Case("llama", name, reshard=True) for name in ("1f1b", "zbv")]
+    cases = [Case("llama", "1f1b", reshard=True, prefetch=True), Case("llama", "zbv", reshard=True)]
     check([*cases, Case("t5", "1f1b", reshard=True), Case("gpt2", "gpipe", first_adapted=3, reshard=True)], pp=2, dp=2)
 
 

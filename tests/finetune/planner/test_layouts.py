@@ -114,6 +114,10 @@ def test_the_estimate_is_what_a_run_counts(precision: str) -> None:
     assert guess.weights == pytest.approx(counted.backbone, rel=1e-4)
     assert guess.adapter == counted.adapter + counted.gradients + counted.optimizer
     assert guess.activations == pytest.approx(counted.activations, rel=0.06)
+    sizes, kind = BackboneSizes.read(directory, adapter), "lora-muon"
+    guess = predict_footprint(sizes, mesh=Mesh(), adapter=adapter, train=train, optimizer=kind)
+    counted = memory_plan(model, train=train, kind=kind)
+    assert guess.adapter == counted.adapter + counted.gradients + counted.optimizer
 
 
 def test_a_pipeline_is_planned_by_the_cut_that_it_gets(tmp_path: Path) -> None:
