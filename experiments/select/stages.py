@@ -407,7 +407,8 @@ def _atomic_path(path: Path) -> Iterator[Path]:
 def _identity(path: Any) -> str:
     """Return what changes with a file: size and time of modification, or a store's version."""
     if isinstance(path, RemoteFile):
-        return str(path.version)
+        path.open().close()  # a store reports the version at the first opening
+        return json.dumps(path.version)
     if str(path).startswith(HUB):
         return str(path)
     if path.is_dir():

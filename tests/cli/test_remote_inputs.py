@@ -206,3 +206,39 @@ def test_features_that_were_pushed_are_selected_by(lake, here: Path) -> None:
         assert (here / "local" / name).read_bytes() == (here / "remote" / name).read_bytes()
     told = json.loads((here / "remote" / "manifest.json").read_text(encoding="utf-8"))["features"]
     assert all(told[side]["version"]["etag"] for side in ("pool", "target"))
+
+
+def test_a_pool_of_a_store_is_selected_from_by_shards_and_a_changed_object_is_named(
+    lake, here: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    pytest.importorskip("datatrove")
+    place = lake(FILES)
+
+    def select(out: str, pool: object, *more: str) -> int:
+        words = ["--pool", f"{pool}/pool/*.jsonl.gz", "--target", str(here / "target.jsonl.gz"), "--budget", "5"]
+        return run(["select", *words, "--data.holdout", "0", "--method", "dsir", "--out", str(tmp_path / out), *more])
+
+    with monkeypatch.context() as patch:
+        patch.setattr("flatshift.selection.methods.dsir._sum_gains", interrupt)
+        assert select("shards", place, "--on", "local:1") == 3
+    lake({"pool/1.jsonl.gz": packed(ROWS[1:20])})
+    forget_versions()
+    capsys.readouterr()
+    assert select("shards", place, "--on", "local:1") == 2
+    assert f"{place}/pool/1.jsonl.gz has changed since the unfinished selection read it" in capsys.readouterr().err
+    lake({"pool/1.jsonl.gz": FILES["pool/1.jsonl.gz"]})
+    forget_versions()
+    assert select("again", place, "--on", "local:1") == 0
+    assert select("disk", here) == 0
+    chosen = [(tmp_path / out / "selected.jsonl").read_bytes() for out in ("again", "disk")]
+    assert chosen[0] == chosen[1]
+
+
+def interrupt(shard: object) -> None:
+    raise KeyboardInterrupt
+
+
+def forget_versions() -> None:
+    """Forget the versions that this process has seen, as another process would."""
+    remote._VERSIONS.clear()
+    forget_clients()

@@ -418,7 +418,7 @@ def test_stages_run_on_a_cluster_of_ray(
     from ray.cluster_utils import Cluster
 
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{os.environ.get('PYTHONPATH', '')}")
-    cluster = Cluster(head_node_args={"num_cpus": 1, "memory": 1 << 30})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "memory": 1 << 30})
     try:
         assert select(data, tmp_path / "ray", "--method", "dsir", "--on", f"ray:{cluster.address}") == 2
         assert "no node of the cluster has a CPU and 2 GiB for a task" in capsys.readouterr().err
