@@ -13,9 +13,9 @@ way round. `RiemannianAdamW` (arXiv 2402.02347; PEFT's `create_riemannian_optimi
 m the momentum and polar(UΣVᵀ) = UVᵀ, ΔA = −η/2 · (BᵀB + δ)^{−½} polar((BᵀB + δ)^{−½} m_A), and likewise ΔB. Weight
 decay λ scales both factors by √(1 − λ·lr) and their steps by its inverse, which shrinks BA by λ·lr. Two departures from
 the paper: δ, because its factors do not begin at B = 0; and η = lr · 0.2·√(mn/r), by which either half changes BA by
-lr/10 in root mean square. At full rank that is torch's `match_rms_adamw`, so that heads under AdamW share the rate; the
-paper's η, equal at every rank, lets a step of rank 32 be four times one of rank 2, and the best rate fell by as much
-(`python -m benchmarks.rank_transfer`). Sharded factors are gathered for a step, one pair at a time.
+lr/10 in root mean square. At full rank that is torch's `match_rms_adamw`, so that heads under AdamW share the rate;
+with the paper's η, equal at every rank, a step of rank 32 would be four times one of rank 2. Sharded factors are
+gathered for a step, one pair at a time.
 
 **Gauss-Newton** solves in each step the least-squares problem of the model linearised at its weights. With r the
 residuals of all rows of a step and J their Jacobian, the moving weights become θ' = argmin ‖r + Jθ − Jθ'‖² + λ‖θ'‖²,

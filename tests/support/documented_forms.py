@@ -588,6 +588,7 @@ def _regularizers_and_adapters() -> Iterator[Form]:
     for name, words in {
         "dora": "--adapter.dora true", "rslora": "--adapter.rslora true", "bias all": "--adapter.bias all",
         "bias adapted": "--adapter.bias adapted", "lora-plus": "--optimizer.lora_plus 16",
+        "riemannian": "--optimizer.kind riemannian", "lora-muon": "--optimizer.kind lora-muon",
         "ranks": "--adapter.ranks '{query: 3}'", "alphas": "--adapter.alphas '{query: 4}'", "layers": "--adapter.layers "
         "'[0]'", "exclude": "--adapter.exclude '[query]'", "targets": "--adapter.targets '[query, value]'",
         "dropout": "--adapter.dropout 0.1", "narrow adapter": "--train.precision bf16 --train.adapter_precision bf16",
@@ -607,6 +608,7 @@ def _regularizers_and_adapters() -> Iterator[Form]:
                 "--train.steps 1 ", ""), judged("accuracy"), says("3 steps: 2 epochs of 6 rows"))  # fmt: skip
     yield _form("train with train_whole", _train("language-model", "decoder", "texts.jsonl",
                 "--adapter.train_whole '[lm_head]'"), judged(*_TEXT))  # fmt: skip
+    yield _form("train with dft", _train("language-model", "decoder", "texts.jsonl", "--task.dft true"), judged(*_TEXT))
     yield _form("train with soft tokens", _train("language-model", "decoder", "texts.jsonl",
                 "--adapter.soft_tokens 2 --task.pack false").replace("--adapter.rank 2", ""), judged(*_TEXT))  # fmt: skip
     for name in ("start", "under"):
