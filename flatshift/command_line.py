@@ -172,6 +172,7 @@ def parse_flags(flags: type[FlagsT], name: str, argv: Sequence[str]) -> FlagsT:
     errors = io.StringIO()
     hints = get_type_hints(flags)
     kinds = {name: set(_hint_parts(hint)) for name, hint in hints.items()}
+    _check_lists_given_once(argv, hints)
     try:
         with contextlib.redirect_stderr(errors), _wide_terminal(argv):
             parsed: FlagsT = tyro.cli(flags, prog=f"flatshift {name}", args=_expand_exponents(argv, kinds))
@@ -194,6 +195,15 @@ def _hide_secrets(flags: FlagsT) -> FlagsT:
         elif isinstance(value, tuple) and field.name not in _MAY_BE_EMPTY:
             changes[field.name] = tuple(hide_secrets(item) if isinstance(item, str) else item for item in value)
     return dataclasses.replace(flags, **changes)  # type: ignore[type-var]
+
+
+def _check_lists_given_once(argv: Sequence[str], hints: dict[str, Any]) -> None:
+    """Raise UserError for a flag of several values that comes twice: the parser would drop the first ones."""
+    names = [token.removeprefix("--").partition("=")[0].replace("-", "_") for token in argv if token.startswith("--")]
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1 and tuple in map(get_origin, _hint_parts(hints.get(name))):
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"{flag} is given twice, and only the last would count; write all values after one {flag}")
 
 
 def _check_no_empty_values(argv: Sequence[str]) -> None:

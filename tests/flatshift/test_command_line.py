@@ -90,3 +90,18 @@ def test_an_empty_word_is_refused_but_where_it_is_a_text(argv: list[str]) -> Non
     with pytest.raises(UserError, match=r"^(an argument|--out|--data) is empty \(''\)"):
         parse_flags(Flags, "generate", argv)
     assert parse_flags(Flags, "generate", ["run", "--prompt", ""]).prompt == ("",)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("sweep", ["classify", "--grid", "adapter.rank=1,2", "--grid", "train.steps=3"]),
+        ("select", ["--pool", "a.jsonl", "--target", "b.jsonl", "--pool=c.jsonl"]),
+    ],
+)
+def test_a_list_that_is_given_twice_is_refused(command: str, words: list[str], capsys: pytest.CaptureFixture) -> None:
+    """The parser would take the last alone."""
+    from flatshift.cli import run
+
+    assert run([command, *words, "--out", "never"]) == 2
+    assert "is given twice, and only the last would count; write all values after one --" in capsys.readouterr().err
