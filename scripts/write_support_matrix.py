@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from flatshift.experiments.recipe.rules import CELL_RULES, SPLIT_RULES
 from flatshift.experiments.recipe.rules import RULES as RECIPE_RULES
-from flatshift.finetune.config import Adapter, Mesh, Train
+from flatshift.finetune.config import Adapter, Mesh, Optimizer, Train
 from flatshift.finetune.parallel.pipeline import bubble_fraction, schedule_descriptions
 from flatshift.finetune.parallel.pipeline_plan import virtual_stages
 from flatshift.finetune.planner.rules import RULES, RuleSettings, broken_rule
@@ -43,6 +43,9 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "`task.kind: preference`": ({"task": Preference()}, {}),
     "`task.kind: seq2seq`": ({"task": Seq2Seq()}, {}),
     "`task.label_smoothing`": ({"task": Seq2Seq(label_smoothing=0.1)}, {}),
+    "`task.dft`": ({"task": LanguageModel(dft=True)}, {}),
+    "`optimizer.kind: riemannian`": ({"kind": "riemannian"}, {}),
+    "`optimizer.kind: lora-muon`": ({"kind": "lora-muon"}, {}),
     "`adapter.dora`": ({"dora": True}, {}),
     "`adapter.dropout`": ({"dropout": 0.1}, {}),
     "`train.precision: bf16`": ({"precision": "bf16"}, {}),
@@ -86,6 +89,7 @@ def rule_settings(changes: dict[str, Any]) -> RuleSettings:
         part(Train()),
         part(Adapter()),
         changes.get("task", LanguageModel()),
+        part(Optimizer()),
         regularizer=changes.get("regularizer", Plain()),
     )
 

@@ -414,7 +414,7 @@ class Engine:
         if self.is_main:
             try:
                 joined = folder / "joined"
-                join_parts(sorted(folder.iterdir()), joined)
+                join_parts(sorted(folder.glob("*.safetensors")), joined)
                 tensors = {name.removeprefix("adapter/"): tensor for name, tensor in load_file(joined).items()}
                 write_adapter(self.peft, tensors, directory)
             finally:

@@ -243,7 +243,7 @@ def save_checkpoint(
     target = directory / f"step-{step}"
     with disk_full_interrupts(f"saving a checkpoint in {directory}"), atomic_directory(target) as temporary:
         if isinstance(tensors, Path):
-            join_parts(sorted(tensors.iterdir()), temporary / TENSORS)
+            join_parts(sorted(tensors.glob("*.safetensors")), temporary / TENSORS)
             shutil.rmtree(tensors)
         else:
             host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

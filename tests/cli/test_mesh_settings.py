@@ -75,6 +75,7 @@ CASES = {
     "lora-muon, dp": Case("llama", {"optimizer.kind": "lora-muon"}, {"mesh.dp": 2}),
 }
 MORE = {
+    "freed stages, pp × dp": Case("llama", {}, PP | {"mesh.dp": 2, "mesh.reshard": "true"}),
     "dft, pp": Case("llama", {"task.dft": "true"}, PP),
     "dft, cp": Case("gemma2", {"task.dft": "true"}, CP),
     "dft, dp": Case("gpt2", {"task.dft": "true"}, {"mesh.dp": 2}),

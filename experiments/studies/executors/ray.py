@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import socket
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -84,7 +85,7 @@ class RayExecutor(Executor):
         self._resources, self._jobs = resources, jobs
         self._waiting: deque[Cell] = deque()
         self._tasks: dict[Any, Cell] = {}
-        self._address = address or os.environ.get("RAY_ADDRESS") or "auto"
+        self._address = address
         self._ray = self._connect()
 
     def _connect(self) -> Any:
@@ -97,19 +98,19 @@ class RayExecutor(Executor):
         self._is_ours = not ray.is_initialized()
         if not self._is_ours:
             return ray
-        if self._address != "auto":
-            _check_reachable(self._address)
+        address = self._address or os.environ.get("RAY_ADDRESS") or _last_started_address()
+        _check_reachable(address)
         threads, on_stop = dict.fromkeys(THREAD_VARIABLES, str(self._resources.cpus)), signal.getsignal(signal.SIGTERM)
         try:
             ray.init(
-                address=self._address,
+                address=address,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 runtime_env={"env_vars": threads},
             )
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise UserError(
-                f"--on ray: no Ray cluster at {self._address} ({_first_line(error)}); start one with `ray start --head`"
+                f"--on ray: no Ray cluster at {address} ({_first_line(error)}); start one with `ray start --head`"
             ) from error
         finally:
             if threading.current_thread() is threading.main_thread():  # Ray's own handler ends the command at once
@@ -202,6 +203,19 @@ class RayExecutor(Executor):
         for reference in self._tasks:
             self._ray.cancel(reference, force=True)
         self._tasks.clear()
+
+
+def _last_started_address() -> str:
+    """Return the address that `ray start` left on this machine. Raises UserError if there is none."""
+    # As `auto` does, but `ray.init` would wait without end for a cluster that was killed.
+    file = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray" / "ray_current_cluster"
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except OSError:
+        raise UserError(
+            "--on ray: this machine belongs to no Ray cluster; start one with `ray start --head`, or name one as "
+            "ray:HOST:PORT"
+        ) from None
 
 
 def _check_reachable(address: str) -> None:

@@ -142,7 +142,7 @@ class SlurmExecutor(Executor):
             submit = partial(_submit_array, job, part)
             jobs = self._submit(submit, **self._parameters(part))
             self._running |= {cell.key: (cell, job) for cell, job in zip(part, jobs, strict=True)}
-        self._continue_last(earlier.pop(_LAST, None), anew=bool(new))
+        self._continue_last(earlier.pop(_LAST, None), replaces=bool(new))
         document = {key: job.job_id for key, (_, job) in self._running.items()}
         if self._last_job is not None:
             document[_LAST] = self._last_job.job_id
@@ -156,12 +156,12 @@ class SlurmExecutor(Executor):
         document = read_json_object(file, fix="delete it")
         return {key: self._submitit.SlurmJob(self.out.absolute() / FOLDER, job) for key, job in document.items()}
 
-    def _continue_last(self, earlier: Any, *, anew: bool) -> None:
+    def _continue_last(self, earlier: Any, *, replaces: bool) -> None:
         """Submit the study's last step, to begin after all running jobs, unless the `earlier` one of a killed command
-        still waits for them. anew: it does not know all of them."""
+        still waits for them. replaces: the earlier one does not know all of them."""
         if self._last is None or self._cluster != "slurm":
             return
-        if earlier is not None and not anew and _is_pending(earlier):
+        if earlier is not None and not replaces and _is_pending(earlier):
             self._last_job = earlier
             return
         if earlier is not None:

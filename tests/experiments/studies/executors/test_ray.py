@@ -203,7 +203,15 @@ def test_a_failed_cell_runs_again_when_asked_and_jobs_bound_the_tasks(
 # ------------------------------------------------------------------------------------------- refusals
 
 
-def test_no_cluster_and_flags_without_a_use_are_one_sentence(tmp_path: Path, capsys) -> None:
+def test_no_cluster_and_flags_without_a_use_are_one_sentence(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "tmp"))
+    assert run(words(tmp_path / "out", "--on", "ray")) == 2
+    assert "this machine belongs to no Ray cluster; start one" in capsys.readouterr().err.strip().splitlines()[-1]
+    (tmp_path / "tmp" / "ray").mkdir(parents=True)
+    (tmp_path / "tmp" / "ray" / "ray_current_cluster").write_text("127.0.0.1:1")  # of a cluster that was killed
+    assert run(words(tmp_path / "out", "--on", "ray")) == 2
+    assert "no Ray cluster at 127.0.0.1:1" in capsys.readouterr().err.strip().splitlines()[-1]
     for flags, text in (
         (("--on", "ray:127.0.0.1:1"), "no Ray cluster at 127.0.0.1:1"),
         (("--on", "ray:head"), "write ray:HOST:PORT"),
