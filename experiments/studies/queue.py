@@ -1,7 +1,7 @@
 """Run of a study's cells by an executor: progress, results, and cells that come back when their worker dies.
 
-A cell whose worker is killed (or runs out of memory) is tried once more; one that ends its worker twice becomes a
-failed result. The study continues with a new worker.
+A cell whose worker is killed (or runs out of memory) is tried again, by default once; one that ends every worker
+becomes a failed result. The study continues with a new worker.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ class _Batch:
         if self.deaths[cell.key] <= self.executor.retries:
             self.executor.submit(cell)
             return
-        reason = f"its worker {update.ending}, {self.deaths[cell.key]} times; {update.hint}"
+        tries = "once" if self.deaths[cell.key] == 1 else f"{self.deaths[cell.key]} times"
+        reason = f"its worker {update.ending}, {tries}; {update.hint}"
         directory = self.out / "cells" / cell.key
         with disk_full_interrupts(f"writing {directory}"):
             finish_cell(directory, cell, CellResult("failed", reason))

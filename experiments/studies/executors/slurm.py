@@ -129,7 +129,7 @@ class SlurmExecutor(Executor):
         earlier = self._earlier_jobs()
         for cell in cells:
             job = earlier.pop(cell.key, None)
-            if job is not None and cell.key not in self.rerun and _is_pending(job):
+            if job is not None and self.collect(cell) is None and _is_pending(job):
                 self._running[cell.key] = (cell, job)
             elif job is not None:
                 job.cancel(check=False)

@@ -147,6 +147,8 @@ def _local_executor(options: SweepOptions, request: _SweepRequest) -> LocalExecu
 def _check_exclusive_flags(options: SweepOptions) -> None:
     if options.bisect is not None and (options.part or options.merge):
         raise UserError("--bisect looks at each cell before it plans the next: it takes no --part and no --merge")
+    if options.merge and options.on != "local":
+        raise UserError(f"--merge trains nothing, so --on {options.on} has no meaning with it; leave it out")
     if options.part and options.merge:
         raise UserError("--part runs cells and --merge only gathers them; give one of the two")
     others = {"--bisect": options.bisect is not None, "--part": options.part is not None, "--merge": options.merge}

@@ -72,6 +72,13 @@ def test_no_cell_is_lost_and_none_runs_twice_while_workers_die(tmp_path: Path) -
     assert Counter(starts(tmp_path)) == tries, "finished cells ran again"
 
 
+def test_retries_bound_the_workers_that_a_cell_may_end(tmp_path: Path) -> None:
+    (cell,) = cells_that(["die once"])
+    run_cells(tmp_path, [cell], LocalExecutor(2, retries=0), QUIET, run=behave)
+    result = read_result(tmp_path / "cells" / cell.key)
+    assert result is not None and result["status"] == "failed" and "SIGKILL), once; perhaps" in result["reason"]
+
+
 def test_a_worker_that_is_stopped_gives_back_its_cell(tmp_path: Path) -> None:
     cells = cells_that(["ok", "stop once", "ok"])
     run_cells(tmp_path, cells, LocalExecutor(2), QUIET, run=behave)

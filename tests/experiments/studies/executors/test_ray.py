@@ -222,6 +222,7 @@ def test_no_cluster_and_flags_without_a_use_are_one_sentence(tmp_path: Path, mon
         (("--memory", "2"), "--memory has a meaning with --on ray or slurm only"),
         (("--on", "ray:127.0.0.1:1", "--cpus", "0"), "--cpus must be at least 1, got 0"),
         (("--on", "ray:127.0.0.1:1", "--memory", "nan"), "--memory must be"),
+        (("--on", "slurm", "--merge", "parts"), "--merge trains nothing, so --on slurm has no meaning"),
         (("--retries", "-1"), "--retries must be at least 0"),
         (("--on", "ray:127.0.0.1:1", "--devices", "cpu"), "with --on ray, give --gpus"),
     ):
