@@ -18,7 +18,7 @@ import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -172,7 +172,7 @@ def parse_flags(flags: type[FlagsT], name: str, argv: Sequence[str]) -> FlagsT:
     errors = io.StringIO()
     hints = get_type_hints(flags)
     kinds = {name: set(_hint_parts(hint)) for name, hint in hints.items()}
-    _check_lists_given_once(argv, hints)
+    _check_lists_given_once(argv, flags)
     try:
         with contextlib.redirect_stderr(errors), _wide_terminal(argv):
             parsed: FlagsT = tyro.cli(flags, prog=f"flatshift {name}", args=_expand_exponents(argv, kinds))
@@ -197,11 +197,14 @@ def _hide_secrets(flags: FlagsT) -> FlagsT:
     return dataclasses.replace(flags, **changes)  # type: ignore[type-var]
 
 
-def _check_lists_given_once(argv: Sequence[str], hints: dict[str, Any]) -> None:
-    """Raise UserError for a flag of several values that comes twice: the parser would drop the first ones."""
+def _check_lists_given_once(argv: Sequence[str], flags: type) -> None:
+    """Raise UserError for a flag of several values that comes twice: the parser would drop the first ones, unless the
+    flag is marked by `UseAppendAction`, which is an annotation."""
+    hints = get_type_hints(flags, include_extras=True)
     names = [token.removeprefix("--").partition("=")[0].replace("-", "_") for token in argv if token.startswith("--")]
     for name in dict.fromkeys(names):
-        if names.count(name) > 1 and tuple in map(get_origin, _hint_parts(hints.get(name))):
+        hint = hints.get(name)
+        if names.count(name) > 1 and get_origin(hint) is not Annotated and tuple in map(get_origin, _hint_parts(hint)):
             flag = f"--{name.replace('_', '-')}"
             raise UserError(f"{flag} is given twice, and only the last would count; write all values after one {flag}")
 

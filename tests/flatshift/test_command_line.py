@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from collections.abc import Iterator
 
 import pytest
@@ -99,9 +100,11 @@ def test_an_empty_word_is_refused_but_where_it_is_a_text(argv: list[str]) -> Non
         ("select", ["--pool", "a.jsonl", "--target", "b.jsonl", "--pool=c.jsonl"]),
     ],
 )
-def test_a_list_that_is_given_twice_is_refused(command: str, words: list[str], capsys: pytest.CaptureFixture) -> None:
+def test_a_list_that_is_given_twice_is_refused(
+    command: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     """The parser would take the last alone."""
     from flatshift.cli import run
 
-    assert run([command, *words, "--out", "never"]) == 2
+    assert run([command, *words, "--out", str(tmp_path / "never")]) == 2
     assert "is given twice, and only the last would count; write all values after one --" in capsys.readouterr().err
