@@ -27,8 +27,11 @@ def score_histogram(selection: SelectionResults) -> Chart | None:
     chosen_counts, _ = np.histogram(np.clip(score[chosen], low, high), edges)
     method = selection.about.get("method", "")
     method = method.get("kind", "") if isinstance(method, dict) else str(method)
-    with Canvas(540, 300) as canvas:
-        ax = canvas.axes(y="records", x="score (smaller is better)", left=52)
+    # As tall as the chart of the domains next to it.
+    with Canvas(540, max(300, _domain_chart_height(selection))) as canvas:
+        ax = canvas.axes(y="records, logarithmic", x="score (smaller is better)", left=52)
+        ax.set_yscale("log")
+        ax.yaxis.set_major_formatter(lambda v, _: f"{v:,.0f}")
         width = edges[1] - edges[0]
         style: dict[str, Any] = {"align": "edge", "linewidth": 0}
         ax.bar(edges[:-1], counts, width * 0.86, color=colour("faint"), alpha=0.55, **style)
@@ -37,7 +40,7 @@ def score_histogram(selection: SelectionResults) -> Chart | None:
         if chosen.any():
             threshold = float(score[chosen].max())
             ax.axvline(threshold, color=colour("ink"), linewidth=1.4, linestyle=(0, (3, 2)))
-            ax.set_ylim(top=1.12 * ax.get_ylim()[1])
+            ax.set_ylim(bottom=0.6, top=2.5 * ax.get_ylim()[1])
             right = (threshold - low) / (high - low) <= 0.22
             place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "va": "top"}
             place |= {"xytext": (8 if right else -8, -2), "ha": "left" if right else "right"}
@@ -50,6 +53,13 @@ def score_histogram(selection: SelectionResults) -> Chart | None:
         return canvas.chart("selection-scores", title="Scores and the budget", caption=caption)
 
 
+_DOMAINS = 16
+
+
+def _domain_chart_height(selection: SelectionResults) -> int:
+    return 74 + 25 * min(_DOMAINS, len(selection.domains))
+
+
 def domain_chart(selection: SelectionResults) -> Chart | None:
     """Draw the share of each domain in the pool and in the selection."""
     counts = selection.domains
@@ -57,11 +67,11 @@ def domain_chart(selection: SelectionResults) -> Chart | None:
     if len(counts) < 2 or not chosen:
         return None
     ranked = sorted(counts.items(), key=lambda item: (-item[1][1] / chosen, -item[1][0], item[0]))
-    if len(ranked) > 16:
-        small = [pair for _, pair in ranked[15:]]
-        ranked = [*ranked[:15], (f"{len(small)} more", (sum(p for p, _ in small), sum(c for _, c in small)))]
+    if len(ranked) > _DOMAINS:
+        small = [pair for _, pair in ranked[_DOMAINS - 1 :]]
+        ranked = [*ranked[: _DOMAINS - 1], (f"{len(small)} more", (sum(p for p, _ in small), sum(c for _, c in small)))]
     rows = [(name, p / pool, c / chosen) for name, (p, c) in ranked]
-    height = 74 + 25 * len(rows)
+    height = _domain_chart_height(selection)
     with Canvas(540, height) as canvas:
         ax = canvas.axes(left=150, right=62, top=32, bottom=40, x="share of records")
         use_vertical_grid(ax)
