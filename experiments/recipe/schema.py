@@ -458,6 +458,7 @@ _LATER: dict[tuple[str, str], Any] = {
     ("train", "deterministic"): False,
     ("task", "metrics"): (),
     ("task", "dft"): False,
+    ("task", "dft"): False,
     ("columns", "messages"): "messages",
     ("columns", "tools"): "tools",
     ("columns", "system"): "system",
@@ -485,6 +486,8 @@ def recipe_key(recipe: Recipe, inputs: Any) -> str:
         tree["data"].pop(name)
     if tree["eval"]["train_limit"] is None:
         tree["eval"]["train_limit"] = TRAINING_ROWS
+    if tree["mesh"]["reshard"] is None:  # the default was true, and is the same for every mesh of one stage
+        tree["mesh"]["reshard"] = True
     tree["eval"].pop("cold")  # adds metrics of the base model, next to those of the run
     for name, value in (("adapter_precision", "fp32"), ("backbone_precision", "same")):
         if tree["train"][name] == "auto":

@@ -726,6 +726,9 @@ FORMS: list[Form] = [
     _form("train warmup whole", f"train warmup --backbone decoder --data labels.jsonl {OWN} --data.train.limit null "
           "--regularizer.kind plain --select.pool.files texts.jsonl --select.budget 3 --warmup.steps 1 --out {out}",
           judged(*_CLASSES), slow=True),
+    _form("train warmup on own texts", f"train warmup --backbone decoder --data labels.jsonl {OWN} --data.train.limit null "
+          "--regularizer.kind plain --select null --warmup.own 1 --warmup.steps 1 --out {out}",
+          judged(*_CLASSES), holds("stages/warm-up/eval.json")),
     _form("train encoder-warmup", f"train encoder-warmup --backbone encoder --data labels.jsonl {OWN} --data.train.limit "
           "null --regularizer.kind plain --select.pool.files texts.jsonl --select.budget 3 --warmup.steps 1 --out {out}",
           judged(*_CLASSES)),
