@@ -458,7 +458,6 @@ _LATER: dict[tuple[str, str], Any] = {
     ("train", "deterministic"): False,
     ("task", "metrics"): (),
     ("task", "dft"): False,
-    ("task", "dft"): False,
     ("columns", "messages"): "messages",
     ("columns", "tools"): "tools",
     ("columns", "system"): "system",
