@@ -204,7 +204,8 @@ def _check_lists_given_once(argv: Sequence[str], flags: type) -> None:
     names = [token.removeprefix("--").partition("=")[0].replace("-", "_") for token in argv if token.startswith("--")]
     for name in dict.fromkeys(names):
         hint = hints.get(name)
-        if names.count(name) > 1 and get_origin(hint) is not Annotated and tuple in map(get_origin, _hint_parts(hint)):
+        takes_several = any(get_origin(part) is tuple for part in _hint_parts(hint))
+        if names.count(name) > 1 and takes_several and get_origin(hint) is not Annotated:
             flag = f"--{name.replace('_', '-')}"
             raise UserError(f"{flag} is given twice, and only the last would count; write all values after one {flag}")
 
