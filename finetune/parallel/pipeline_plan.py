@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -43,7 +44,8 @@ class BlockCosts:
     last: float
 
 
-def split_blocks(costs: BlockCosts, stages: int) -> list[range]:
+@functools.lru_cache(maxsize=256)  # a search over meshes asks for the same few splits hundreds of times
+def split_blocks(costs: BlockCosts, stages: int) -> tuple[range, ...]:
     """Return runs of blocks, one per stage and none empty, that minimise the cost of the most expensive one; then the
     most even such runs. Raises UserError for more stages than blocks."""
     n = len(costs.blocks)
@@ -69,7 +71,7 @@ def split_blocks(costs: BlockCosts, stages: int) -> list[range]:
             for end in ends
         }
     borders = best[n][2]
-    return [range(start, stop) for start, stop in pairwise(borders)]
+    return tuple(range(start, stop) for start, stop in pairwise(borders))
 
 
 def stages_of(rank: int, *, pp: int, virtual: int, schedule: str) -> tuple[int, ...]:

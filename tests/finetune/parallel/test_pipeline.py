@@ -135,7 +135,7 @@ def simulated_idle(queues: dict[int, list[Any]], total: int) -> float:
 
 
 def test_split_is_even_and_gives_the_stage_of_a_big_head_fewer_blocks() -> None:
-    assert split_blocks(BlockCosts((1.0,) * 8, 0.0), 4) == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
+    assert split_blocks(BlockCosts((1.0,) * 8, 0.0), 4) == (range(0, 2), range(2, 4), range(4, 6), range(6, 8))
     assert [len(run) for run in split_blocks(BlockCosts((1.0,) * 9, 3.0), 3)] == [4, 4, 1]
     assert [len(run) for run in split_blocks(BlockCosts((1.0,) * 9, 0.0), 4)] == [2, 2, 2, 3]
     with pytest.raises(UserError, match=r"mesh\.pp, mesh\.virtual: 9 stages .* 8 blocks"):
