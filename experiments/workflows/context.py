@@ -141,6 +141,8 @@ def _resolve_peak_tflops(recipe: Recipe, world: ProcessMesh, console: Console) -
 
 
 LABEL_NOISE = "label_noise.json"
+_FEW_STEPS = 10
+"""Below this number of steps a packed run says why it has so few."""
 _COUNTED_STEPS = 5
 """Updates whose tokens are counted for an estimate of time."""
 
@@ -249,6 +251,11 @@ def _build_training_stage(context: RunContext, plan: StagePlan, engine: Engine, 
     epochs = count_source_epochs(batches, prepared.mixture, train.steps)
     for line in format_source_epochs(epochs, train.steps, approximate=batches.packed):
         log(line)
+    if batches.packed and train.steps < _FEW_STEPS:
+        log(
+            f"note: a packed row holds several of yours, so this is {train.steps} optimizer step"
+            f"{'s' * (train.steps != 1)}; for more raise train.epochs or train.steps, or set task.pack: false"
+        )
     context.console.detail(format_padding(batches, train))
     for line in skipped_rows_summary(prepared, train.max_length):
         log(line)

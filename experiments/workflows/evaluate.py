@@ -149,7 +149,7 @@ class _SideBySide:
         ordered = sorted(subjects, key=lambda subject: backbones.index(subject.recipe.backbone))
         for subject in ordered:
             rows = self._read_rows(subject)
-            if splits and _list_places(rows) != _list_places(splits):
+            if splits and _list_contents(rows) != _list_contents(splits):
                 raise UserError(
                     f"{subject.name} has other dev or test rows than {ordered[0].name}; give --data FILE to "
                     "evaluate them on the same rows"
@@ -303,8 +303,9 @@ class _SideBySide:
             return rank_rows(model, tokenizer, rows, source, self.few_shot, inference, window=width)
 
 
-def _list_places(splits: Mapping[str, Sequence[Row]]) -> dict[str, list[str]]:
-    return {split: [row.where for row in rows] for split, rows in splits.items()}
+def _list_contents(splits: Mapping[str, Sequence[Row]]) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of each split as they were read, from whatever file."""
+    return {split: [row.record or row.values for row in rows] for split, rows in splits.items()}
 
 
 def _window_size(model: Any, recipe: Recipe, window: int | None) -> int:

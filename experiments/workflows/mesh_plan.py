@@ -173,7 +173,7 @@ def format_plan(document: dict[str, Any]) -> str:
         if document["process_gib"] is not None:
             memory = ", a process {:g} to {:g}".format(*document["process_gib"])
         duration = (
-            "an epoch of how many rows? --data FILE or --tokens gives hours and cost"
+            "an epoch of how many tokens? --tokens N, or --data FILE if the backbone is here, gives hours and cost"
             if document["tokens"] is None
             else "train.precision fp32: seconds are those of bf16 products and too short; no hours"
             if document["hours"] is None

@@ -178,7 +178,7 @@ def test_few_shot_by_a_prompt_with_its_page(runs, tmp_path, capsys):
         (["--shots", "2"], "need --prompt"),
         (["--prompt", "nil"], "none of the shipped prompts"),
         (["--prompt", "nli", "--shots", "2"], "go together"),
-        (["--prompt", "piqa", "--data", str(data)], "no column 'goal'"),
+        (["--prompt", "piqa"], "no column 'goal'"),
     )
     for given, said in mistakes:
         assert run(["eval", "flatshift-5m", "--data", str(data), *given]) == 2

@@ -168,3 +168,12 @@ def test_bad_labels_are_one_sentence(tmp_path: Path, encoder: Path, capsys: pyte
     skip = flags(SMALL | {"data.bad_rows": "skip"})
     assert run(["train", own, "--out", str(tmp_path / "run"), *skip]) == 0
     assert "skipped 1 bad rows" in (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
+
+
+def test_few_steps_of_packed_rows_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    small = {"train.steps": 3, "train.max_length": 256, "train.threads": 1, "eval.bootstrap": 10, "data.train.limit": 30}
+    words = ["train", "language-model", *flags(small | {"data.dev.limit": 8, "data.test.limit": 8})]
+    assert run([*words, "--out", str(tmp_path / "packed")]) == 0
+    assert "a packed row holds several of yours, so this is " in capsys.readouterr().err
+    assert run([*words, "--task.pack", "false", "--out", str(tmp_path / "alone")]) == 0
+    assert "a packed row holds" not in capsys.readouterr().err
