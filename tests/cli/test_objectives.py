@@ -171,8 +171,9 @@ def test_bad_labels_are_one_sentence(tmp_path: Path, encoder: Path, capsys: pyte
 
 
 def test_few_steps_of_packed_rows_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    small = {"train.steps": 3, "train.max_length": 256, "train.threads": 1, "eval.bootstrap": 10, "data.train.limit": 30}
-    words = ["train", "language-model", *flags(small | {"data.dev.limit": 8, "data.test.limit": 8})]
+    rows = {"data.train.limit": 30, "data.dev.limit": 8, "data.test.limit": 8}
+    small = {"train.steps": 3, "train.max_length": 256, "train.threads": 1, "eval.bootstrap": 10}
+    words = ["train", "language-model", *flags(small | rows)]
     assert run([*words, "--out", str(tmp_path / "packed")]) == 0
     assert "a packed row holds several of yours, so this is " in capsys.readouterr().err
     assert run([*words, "--task.pack", "false", "--out", str(tmp_path / "alone")]) == 0
