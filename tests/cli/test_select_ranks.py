@@ -146,8 +146,9 @@ def test_more_processes_than_blocks_and_bad_rows_are_told_by_record(inputs, tmp_
     few = tmp_path / "few.npy", tmp_path / "few.jsonl"
     np.save(few[0], x[:5000])
     few[1].write_text("\n".join((inputs / "pool.jsonl").read_text(encoding="utf-8").splitlines()[:5000]))
-    more = ["--processes", "3", "--pool", str(few[1]), "--pool-features", str(few[0])]
-    code, said = done(started(flags(inputs, tmp_path / "out", *more)))
+    words = flags(inputs, tmp_path / "out", "--processes", "3", "--pool-features", str(few[0]))
+    words[words.index("--pool") + 1] = str(few[1])
+    code, said = done(started(words))
     assert code == 2 and "--processes 3: 5,000 records are 2 blocks of 4,096 rows" in said, said
     x[20_000, 3] = np.nan
     np.save(tmp_path / "x.npy", x)
