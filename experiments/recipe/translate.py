@@ -147,7 +147,7 @@ _COMMON = {
     "data.holdout": 0.0,
     **{f"data.{split}.files": [] for split in ("train", "dev", "test")},
 }
-"""What both tools do where a file says nothing, and recipes do not."""
+"""Settings of both tools where a file names none, which differ from those of recipes."""
 _AXOLOTL_DEFAULTS: Mapping[str, Any] = {"train.batch_size": 1, "train.max_length": 512, "optimizer.warmup": 0.03}
 _FACTORY_DEFAULTS: Mapping[str, Any] = {
     "train.epochs": 3,

@@ -63,7 +63,7 @@ def packed_rows(texts: Sequence[str], tokenizer: Any, *, rows: int, length: int,
 
 
 def join_packed(first: Packed, second: Packed) -> Packed:
-    """The rows of both, numbered anew; their order in training is the loader's."""
+    """Join the rows of both under new numbers; their order in training is the loader's."""
     parts = [example.input_ids for example in (*first.examples, *second.examples)]
     examples = [Example(ids, list(ids), str(row), f"row {row}") for row, ids in enumerate(parts)]
     distinct = first.tokens + second.tokens
