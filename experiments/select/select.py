@@ -290,13 +290,12 @@ def _tokenise_sides(
     """Return the tokens of pool and target."""
     tokenize, size = backbone_tokenizer(recipe)
     target = TokenRows.of(tokenize([row.values["text"] for row in sides.target.rows]), size)
-    rows, path = sides.pool.rows, directory / ".pool.tokens"
+    rows = sides.pool.rows
     if stages is not None:
         parts = stages.over(rows)("tokens", partial(tokenise_shard, tokenizer=partial(backbone_tokenizer, recipe)))
-        pool = TokenRows.joined((TokenRows(part["flat"], part["ends"], size) for part in parts), size, path, parts)
-        return pool, target
+        return TokenRows.of_shards(parts, size), target
     with console.task("tokenise pool", len(rows), "texts") as task:
-        return TokenRows.spilled(rows.texts, tokenize, size, path, task), target
+        return TokenRows.spilled(rows.texts, tokenize, size, directory / ".pool.tokens", task), target
 
 
 def _fit_selector(
@@ -342,7 +341,8 @@ def _fit_selector(
         report_memory_shortage(spec),
     ):
         check_unused_features(spec, sides.x, sides.y)
-        checkpoint = None if state is None else ScoreCheckpoint(state, sides)
+        # Shards keep their results themselves, and a checkpoint would read all texts here.
+        checkpoint = None if state is None or stages is not None else ScoreCheckpoint(state, sides)
         if checkpoint is None or not checkpoint.restore(selector):
             began = time.monotonic()
             if fit is not None:
