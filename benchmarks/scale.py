@@ -314,10 +314,11 @@ def dedup_rows(bench: Benchmark, *, documents: int, shards: int, memory_gib: flo
 
 
 def measured_command(command: list[str]) -> dict[str, float]:
-    """CPU-seconds of a command and its processes, and the largest anonymous resident sets of it and of a child."""
+    """CPU-seconds of a command and its processes (`own`: of it alone), and the largest anonymous resident sets of it and
+    of a child."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = os.environ | dict.fromkeys(spawn.THREAD_VARIABLES, "1")
-    driver = worker = 0
+    driver = worker = ticks = 0
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None:
             for status in Path("/proc").glob("[0-9]*/status"):
@@ -326,6 +327,8 @@ def measured_command(command: list[str]) -> dict[str, float]:
                     size = int(lines.get("RssAnon", "0 kB").split()[0]) << 10
                     if int(lines["Pid"]) == process.pid:
                         driver = max(driver, size)
+                        fields = (status.parent / "stat").read_text().rpartition(")")[2].split()
+                        ticks = int(fields[11]) + int(fields[12])
                     elif int(lines["PPid"]) == process.pid:
                         worker = max(worker, size)
             time.sleep(0.1)
@@ -333,7 +336,7 @@ def measured_command(command: list[str]) -> dict[str, float]:
         raise RuntimeError(f"{command} ended with code {process.returncode}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {"cpu": cpu, "driver": driver, "worker": worker}
+    return {"cpu": cpu, "own": ticks / os.sysconf("SC_CLK_TCK"), "driver": driver, "worker": worker}
 
 
 def stage_rows(bench: Benchmark, *, documents: int, files: int, methods: Sequence[str]) -> None:

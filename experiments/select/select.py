@@ -191,7 +191,7 @@ def select_into(
     checked = time.monotonic()
     peak["checks"] = _peak_bytes()
     write_selection(recipe, directory, sides, selector, chosen)
-    manifest = _build_manifest(spec, sides, selector, chosen)
+    manifest = _build_manifest(spec, sides, selector, chosen, None if stages is None else stages.contents)
     entry = manifest["selection"]
     entry["seconds"] = {
         "features": round(embedded - started, 3),
@@ -396,14 +396,18 @@ def _print_compared_methods(diagnostics: dict[str, Any], console: Console) -> No
         )
 
 
-def _build_manifest(spec: Select, sides: PoolAndTarget, selector: Selector, chosen: np.ndarray) -> dict[str, Any]:
+def _build_manifest(
+    spec: Select, sides: PoolAndTarget, selector: Selector, chosen: np.ndarray, contents: list[dict[str, Any]] | None
+) -> dict[str, Any]:
+    """Return the manifest's first entries. contents: of the pool's files, if workers described them."""
     solver = to_json_values(selector.diagnostics_)
     times = np.unique(chosen, return_counts=True)[1]
     repeats = {"distinct": len(times), "again": int((times > 1).sum()), "most_times": int(times.max(initial=0))}
-    files = spec.pool.files, sides.target_files, spec.eval.files + spec.negative.files, spec.hygiene.drops
+    files = sides.target_files, spec.eval.files + spec.negative.files, spec.hygiene.drops
+    inputs = [*describe_files(spec.pool.files, contents), *(line for group in files for line in describe_files(group))]
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "inputs": [line for group in files for line in describe_files(group)],
+        "inputs": inputs,
         "target": sides.target_entry,
         "selection": {
             **{name: value for name, value in solver.items() if name != "method"},

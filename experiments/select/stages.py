@@ -37,7 +37,7 @@ from flatshift.experiments.results.cells import flatshift_version
 from flatshift.experiments.run.console import Console
 from flatshift.finetune.atomic import make_directory, read_json_object, write_json, write_text
 from flatshift.finetune.data.config import Columns
-from flatshift.finetune.data.files import HUB, expand_files, file_digest
+from flatshift.finetune.data.files import HUB, describe_content, expand_files, file_digest
 from flatshift.finetune.data.remote import RemoteFile
 from flatshift.finetune.data.rows import Row, missing_column_message, read_rows, repeated_id_message
 from flatshift.finetune.data.view import RowStore, RowView, write_rows
@@ -134,6 +134,8 @@ class Stages:
         self._stack = contextlib.ExitStack()
         self._pool: _StoredPool | None = None
         self._pool_digest = ""
+        self.contents: list[dict[str, Any]] = []
+        """Of `describe_content`, for each file of the pool that was read."""
 
     def __enter__(self) -> Stages:
         if self.executor.kind == "ray":
@@ -196,6 +198,7 @@ class Stages:
         lengths = np.array([record["rows"] for record in records])
         self._pool = _StoredPool(directory, spec.columns, self._keep(np.stack([firsts, lengths])))
         self._pool_digest = _digest([record["sha256"] for record in records])
+        self.contents = [record["content"] for record in records]
         rows = RowView(self._pool.open())
         borders = np.cumsum(lengths)
         digests = np.empty(len(rows), np.uint64)
@@ -436,9 +439,11 @@ class _ReadFile:
             write_rows(rows(), path, columns=self.columns, domain_column=self.domain_column)
         # The rest of a file that breaks off is one bad row, and no record.
         records = len(ids) + sum(not reason.endswith(" records before that were read") for reason in skipped)
+        content = describe_content(paths[number])
         record = {
             "identity": identity,
-            "sha256": _content_digest(paths[number]),
+            "sha256": content["sha256"] or identity,
+            "content": content,
             "records": records,
             "rows": len(ids),
             "skipped": skipped,

@@ -153,6 +153,14 @@ class RowStore:
             for batch, places in _group_rows(some, self._file(number).starts):
                 yield number, batch, places
 
+    def is_empty(self, column: str) -> bool:
+        """Return True if no row has a value in this column."""
+        return all(
+            (values := self._column(number, batch, column)).null_count == len(values)
+            for number in range(len(self._starts) - 1)
+            for batch in range(len(self._file(number).starts) - 1)
+        )
+
     def indices(self) -> np.ndarray:
         """Return the whole column `index`, (N,) int64."""
         parts = (
@@ -266,6 +274,8 @@ class RowView(_StoredSequence[Row]):
 
     def domains(self) -> list[str | None] | None:
         """Return each row's domain, sharing equal strings; None if no row has one."""
+        if self._store.is_empty("domain"):
+            return None
         known: dict[str | None, str | None] = {}
         out: list[str | None] = []
         for low in range(0, len(self), _ROWS):

@@ -17,7 +17,7 @@ from flatshift.selection.features import write_manifest
 from tests.support.commands import flags
 
 pytest.importorskip("fsspec")
-from tests.support.object_store import (  # noqa: E402
+from tests.support.object_store import (
     ObjectStore,
     Put,
     bucket,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("fsspec")
-from fsspec.tests.abstract import (  # noqa: E402
+from fsspec.tests.abstract import (
     AbstractFixtures,
     AbstractGetTests,
     AbstractOpenTests,
@@ -16,7 +16,7 @@ from fsspec.tests.abstract import (  # noqa: E402
     AbstractPutTests,
 )
 
-from tests.support.object_store import STORES  # noqa: E402
+from tests.support.object_store import STORES
 
 
 class Stores(AbstractFixtures):
