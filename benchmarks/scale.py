@@ -419,11 +419,11 @@ class _DrawnResults(Sequence[Arrays]):
     def __getitem__(self, number: int) -> Arrays:
         number = range(len(self))[number]
         earlier = {} if self._earlier is None else self._earlier[number]
-        before, began = self._pool.cpu, time.process_time()
+        began = time.thread_time()
         low = number * self._pool.drawn.size
         texts = self._pool.texts(number)
         result = self._function(Shard(texts, low, low + len(texts), self._inputs, earlier))
-        self._pool.cpu = before + time.process_time() - began
+        self._pool.cpu += time.thread_time() - began
         return result
 
 
@@ -441,25 +441,19 @@ class _Count(Sequence[str]):
         return ""
 
 
-def selected_from_drawn(shards: int, size: int, memory_gib: float) -> dict[str, float]:
-    """Cleaning and dsir by drawn shards: CPU-seconds outside them, and memory."""
+def selected_from_drawn(step: str, shards: int, size: int, memory_gib: float) -> dict[str, float]:
+    """Cleaning ("clean") or dsir ("score") by drawn shards: CPU-seconds outside and inside them, and memory."""
     target = [row.values["text"] for row in read_rows(("sample:banking/train",))]
     settings = Hygiene(length=LengthFilter(min_words=5), exact=True, near=NearDuplicates(), memory_gib=memory_gib)
-    figures = {}
     pool = DrawnShards(shards, size)
-    for name in ("clean", "score"):
-        before, began = pool.cpu, time.process_time()
-        with PeakMemory(0.02) as peak:
-            if name == "clean":
-                kept = len(clean_pool((), settings, shards=pool).kept)
-            else:
-                selector = DSIRSelector().fit(Pool(texts=_Count(shards * size), shards=pool), Pool(texts=target))
-                selector.ranks()
-        figures |= {
-            f"{name}_cpu": time.process_time() - began - peak.cpu - (pool.cpu - before),
-            f"{name}_memory": peak.bytes,
-        }
-    return figures | {"workers": pool.cpu, "kept": kept}
+    began = time.thread_time()
+    with PeakMemory(0.02) as peak:
+        if step == "clean":
+            assert len(clean_pool((), settings, shards=pool).kept) < shards * size
+        else:
+            selector = DSIRSelector().fit(Pool(texts=_Count(shards * size), shards=pool), Pool(texts=target))
+            selector.ranks()
+    return {"own": time.thread_time() - began - pool.cpu, "workers": pool.cpu, "memory": peak.bytes}
 
 
 def joined(part: str, rows: int, memory_gib: float) -> dict[str, float]:
@@ -504,23 +498,20 @@ def joined(part: str, rows: int, memory_gib: float) -> dict[str, float]:
 
 def simulation_rows(bench: Benchmark, *, documents: int, rows: int, memory_gib: float) -> None:
     """The command's own part at several sizes."""
-    shards = 100
-    runs = {}
-    for count in (documents // 4, documents):
-        runs[count] = in_child(
-            "benchmarks.scale:selected_from_drawn", wall_cap_s=5 * 3600, shards=shards, size=count // shards,
-            memory_gib=memory_gib,
+    shards, more = 100, documents - documents // 4
+    for step, what in (("clean", "cleaning"), ("score", "dsir's scores and ranks")):
+        small, large = (
+            in_child("benchmarks.scale:selected_from_drawn", wall_cap_s=5 * 3600, step=step, shards=shards,
+                     size=count // shards, memory_gib=memory_gib)
+            for count in (documents // 4, documents)
         )  # fmt: skip
-        print(f"    {count:,} documents: {runs[count]}", flush=True)
-    small, large = runs.values()
-    more = documents - documents // 4
-    for name, what in (("clean", "cleaning"), ("score", "dsir's scores and ranks")):
-        title = f"{documents:,} drawn documents in {shards} shards, {what}: the command's own"
-        for figure, unit, scale in (("cpu", "CPU-s a million documents", 1e6), ("memory", "bytes a document", 1)):
-            slope = (large[f"{name}_{figure}"] - small[f"{name}_{figure}"]) / more * scale
-            bench.row(f"{title} {unit}", unit, ours=slope)
-    title = f"{documents:,} drawn documents in {shards} shards: what workers do"
-    bench.row(title, "CPU-s a million documents", ours=(large["workers"] - small["workers"]) / more * 1e6)
+        print(f"    {step}, {documents // 4:,} and {documents:,} documents: {small}, {large}", flush=True)
+        title = f"{documents:,} drawn documents in {shards} shards, {what}"
+        slope = {figure: (large[figure] - small[figure]) / more for figure in small}
+        unit = "CPU-s a million documents"
+        bench.row(f"{title}: the command's own CPU time", unit, ours=slope["own"] * 1e6)
+        bench.row(f"{title}: that of workers, drawing included", unit, ours=slope["workers"] * 1e6)
+        bench.row(f"{title}: memory of both", "bytes a document", ours=slope["memory"])
     for part in ("ids", "exact", "band", "ranks"):
         run = in_child("benchmarks.scale:joined", wall_cap_s=5 * 3600, part=part, rows=rows, memory_gib=memory_gib)
         print(f"    {part} of {rows:,}: {run}", flush=True)
