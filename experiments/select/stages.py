@@ -35,6 +35,7 @@ import numpy as np
 from flatshift.experiments.recipe.schema import Select
 from flatshift.experiments.results.cells import flatshift_version
 from flatshift.experiments.run.console import Console
+from flatshift.finetune.atomic import atomic_file as atomic_path
 from flatshift.finetune.atomic import make_directory, read_json_object, write_json, write_text
 from flatshift.finetune.data.config import Columns
 from flatshift.finetune.data.files import HUB, describe_content, expand_files, file_digest
@@ -435,7 +436,7 @@ class _ReadFile:
                     columns.update(dict.fromkeys(row.record))
                 yield row
 
-        with _atomic_path(_StoredPool(self.directory, self.columns, Path()).path(number)) as path:
+        with atomic_path(_StoredPool(self.directory, self.columns, Path()).path(number)) as path:
             write_rows(rows(), path, columns=self.columns, domain_column=self.domain_column)
         # The rest of a file that breaks off is one bad row, and no record.
         records = len(ids) + sum(not reason.endswith(" records before that were read") for reason in skipped)
@@ -456,19 +457,6 @@ class _ReadFile:
 def _read_record(arrays: Arrays) -> dict[str, Any]:
     record: dict[str, Any] = json.loads(arrays["record"].tobytes())
     return record
-
-
-@contextlib.contextmanager
-def _atomic_path(path: Path) -> Iterator[Path]:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    make_directory(path.parent)
-    try:
-        yield temporary
-        with temporary.open("rb") as handle:
-            os.fsync(handle.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _identity(path: Any) -> str:
