@@ -108,6 +108,8 @@ def test_cynical_by_shards_chooses_among_equal_texts_as_one_process(
 ) -> None:
     monkeypatch.setattr("flatshift.selection.methods.cynical._LOOKS", 20)
     monkeypatch.setattr("flatshift.selection.methods.cynical._BLOCK", 7)
+    for module, name in (("finetune.data.view", "FILES"), ("selection.features.tokens", "SHARDS")):
+        monkeypatch.setattr(f"flatshift.{module}._OPEN_{name}", 1)
     texts = [json.loads(line)["text"] for line in (data / "pool" / "0.jsonl").read_text(encoding="utf-8").splitlines()]
     (tmp_path / "pool").mkdir()
     for number in range(FILES):  # the same texts in every file
@@ -261,7 +263,7 @@ def interrupt(shard: object) -> None:
 def unfinished(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
     """Return a directory with a copy of the data and the state of a selection interrupted in its last stage."""
     shutil.copytree(data, tmp_path / "data")
-
+    monkeypatch.setattr("flatshift.experiments.select.stages._TASKS_A_WORKER", 1)  # so that a task has three shards
     with monkeypatch.context() as patch:
         patch.setattr("flatshift.selection.methods.dsir._sum_gains", interrupt)
         assert select(tmp_path / "data", tmp_path / "out", "--method", "dsir", "--on", "local:1") == 3
