@@ -3,7 +3,8 @@
     python -m benchmarks.selection_quality --data DIR                     # nats on seven targets; hours, resumable
     python -m benchmarks.selection_quality --study accuracy --data DIR    # accuracy with few labels, and forgetting
     python -m benchmarks.selection_quality --study budgets --data DIR     # three budgets
-    python -m benchmarks.selection_quality --study real --data DIR        # a real decoder; nine hours of a core
+    python -m benchmarks.selection_quality --study real --data DIR        # a real decoder; nine hours of a core, or
+                                                                          # minutes of a GPU: --set train.device=cuda
 
     python -m benchmarks.selection_quality --report FILE.html             # the page of the published results
 
