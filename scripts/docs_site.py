@@ -50,8 +50,8 @@ def find_linked_files() -> dict[str, Path]:
 
 
 def _site_path(path: Path) -> str:
-    """Return the path in the site of a repository file; the README of a folder does not become its index, and a notebook
-    becomes a page."""
+    """Return the path in the site of a repository file; the README of a folder does not become its index, a
+    notebook becomes a page."""
     inside = path.relative_to(DOCS if path.is_relative_to(DOCS) else ROOT).as_posix()
     if inside in HOME:
         return HOME[inside]

@@ -39,8 +39,10 @@ def pictures(cell: Any) -> list[str]:
 
 
 def check_figures(stored: str, fresh: str) -> None:
-    """Compare two texts: words and whole numbers are equal, other numbers nearly. Training is not the same to the bit on
-    all CPUs, so a number may differ by a tenth, or by five in its last digit."""
+    """Compare two texts: words and whole numbers are equal, other numbers nearly.
+
+    Training is not the same to the bit on all CPUs, so a number may differ by a tenth, or by five in its last digit.
+    """
     assert NUMBER.sub("#", stored) == NUMBER.sub("#", fresh)
     for old, new in zip(NUMBER.finditer(stored), NUMBER.finditer(fresh), strict=True):
         if old["decimals"] is None and new["decimals"] is None:
