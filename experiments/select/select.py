@@ -191,7 +191,7 @@ def select_into(
     checked = time.monotonic()
     peak["checks"] = _peak_bytes()
     write_selection(recipe, directory, sides, selector, chosen)
-    manifest = _build_manifest(spec, sides, selector, chosen)
+    manifest = _build_manifest(spec, sides, selector, chosen, None if stages is None else stages.contents)
     entry = manifest["selection"]
     entry["seconds"] = {
         "features": round(embedded - started, 3),
@@ -290,13 +290,12 @@ def _tokenise_sides(
     """Return the tokens of pool and target."""
     tokenize, size = backbone_tokenizer(recipe)
     target = TokenRows.of(tokenize([row.values["text"] for row in sides.target.rows]), size)
-    rows, path = sides.pool.rows, directory / ".pool.tokens"
+    rows = sides.pool.rows
     if stages is not None:
         parts = stages.over(rows)("tokens", partial(tokenise_shard, tokenizer=partial(backbone_tokenizer, recipe)))
-        pool = TokenRows.joined((TokenRows(part["flat"], part["ends"], size) for part in parts), size, path, parts)
-        return pool, target
+        return TokenRows.of_shards(parts, size), target
     with console.task("tokenise pool", len(rows), "texts") as task:
-        return TokenRows.spilled(rows.texts, tokenize, size, path, task), target
+        return TokenRows.spilled(rows.texts, tokenize, size, directory / ".pool.tokens", task), target
 
 
 def _fit_selector(
@@ -342,7 +341,8 @@ def _fit_selector(
         report_memory_shortage(spec),
     ):
         check_unused_features(spec, sides.x, sides.y)
-        checkpoint = None if state is None else ScoreCheckpoint(state, sides)
+        # Shards keep their results themselves, and a checkpoint would read all texts here.
+        checkpoint = None if state is None or stages is not None else ScoreCheckpoint(state, sides)
         if checkpoint is None or not checkpoint.restore(selector):
             began = time.monotonic()
             if fit is not None:
@@ -396,14 +396,18 @@ def _print_compared_methods(diagnostics: dict[str, Any], console: Console) -> No
         )
 
 
-def _build_manifest(spec: Select, sides: PoolAndTarget, selector: Selector, chosen: np.ndarray) -> dict[str, Any]:
+def _build_manifest(
+    spec: Select, sides: PoolAndTarget, selector: Selector, chosen: np.ndarray, contents: list[dict[str, Any]] | None
+) -> dict[str, Any]:
+    """Return the manifest's first entries. contents: of the pool's files, if workers described them."""
     solver = to_json_values(selector.diagnostics_)
     times = np.unique(chosen, return_counts=True)[1]
     repeats = {"distinct": len(times), "again": int((times > 1).sum()), "most_times": int(times.max(initial=0))}
-    files = spec.pool.files, sides.target_files, spec.eval.files + spec.negative.files, spec.hygiene.drops
+    files = sides.target_files, spec.eval.files + spec.negative.files, spec.hygiene.drops
+    inputs = [*describe_files(spec.pool.files, contents), *(line for group in files for line in describe_files(group))]
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "inputs": [line for group in files for line in describe_files(group)],
+        "inputs": inputs,
         "target": sides.target_entry,
         "selection": {
             **{name: value for name, value in solver.items() if name != "method"},

@@ -35,9 +35,10 @@ import numpy as np
 from flatshift.experiments.recipe.schema import Select
 from flatshift.experiments.results.cells import flatshift_version
 from flatshift.experiments.run.console import Console
+from flatshift.finetune.atomic import atomic_file as atomic_path
 from flatshift.finetune.atomic import make_directory, read_json_object, write_json, write_text
 from flatshift.finetune.data.config import Columns
-from flatshift.finetune.data.files import HUB, expand_files, file_digest
+from flatshift.finetune.data.files import HUB, describe_content, expand_files, file_digest
 from flatshift.finetune.data.remote import RemoteFile
 from flatshift.finetune.data.rows import Row, missing_column_message, read_rows, repeated_id_message
 from flatshift.finetune.data.view import RowStore, RowView, write_rows
@@ -48,9 +49,11 @@ from flatshift.selection.errors import SelectionError
 from flatshift.selection.features.cache import atomic_file
 from flatshift.selection.shards import Arrays, Shard, ShardMap
 
-METHODS = ("classifier", "dsir", "gotd", "knn", "moore-lewis")
+METHODS = ("classifier", "cynical", "dsir", "gotd", "knn", "moore-lewis")
 _SHARD_ROWS = 1 << 17
 """Most rows of a shard, as far as its borders may be chosen; a pool of many files has as many shards as files."""
+_TASKS_A_WORKER, _MOST_TASKS = 8, 1000
+"""Most tasks of a stage: for each worker of this machine, and on a cluster (the usual limit of a Slurm array)."""
 _MEMORY_GB = 2
 _POLL_S = 2.0
 _CONNECT_S = 10.0
@@ -105,12 +108,18 @@ class ShardExecutor:
         return cls(kind, detail)
 
 
-class StageResults(list[Arrays]):
-    """Arrays of every shard in order, mapped from the files in `directory`."""
+class StageResults(Sequence[Arrays]):
+    """Arrays of every shard in order, mapped from the files in `directory` when they are asked for."""
 
     def __init__(self, directory: Path, count: int):
-        self.directory = directory
-        super().__init__(_read_arrays(directory, number) for number in range(count))
+        self.directory, self._numbers = directory, range(count)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, key: Any) -> Any:
+        assert isinstance(key, int)
+        return _read_arrays(self.directory, self._numbers[key])
 
 
 class Stages:
@@ -124,8 +133,10 @@ class Stages:
         _check_settings(spec)
         self.executor, self.directory, self.console = ShardExecutor.parse(on), directory.absolute(), console
         self._stack = contextlib.ExitStack()
-        self._store: tuple[Sequence[Path], Columns, Sequence[int]] = [], Columns(), []
+        self._pool: _StoredPool | None = None
         self._pool_digest = ""
+        self.contents: list[dict[str, Any]] = []
+        """Of `describe_content`, for each file of the pool that was read."""
 
     def __enter__(self) -> Stages:
         if self.executor.kind == "ray":
@@ -135,14 +146,18 @@ class Stages:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
+    @property
+    def _worker_count(self) -> int:
+        """Number of workers on this machine."""
+        return int(self.executor.detail or len(os.sched_getaffinity(0)))
+
     @cached_property
     def _workers(self) -> ProcessPoolExecutor | None:
         """Processes of this machine, for all stages; None: one worker, this process."""
-        count = int(self.executor.detail or len(os.sched_getaffinity(0)))
-        if count == 1:
+        if self._worker_count == 1:
             return None
         context = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(count, mp_context=context, initializer=_end_with_parent)
+        pool = ProcessPoolExecutor(self._worker_count, mp_context=context, initializer=_end_with_parent)
         self._stack.callback(pool.shutdown, cancel_futures=True)
         unset = [name for name in THREAD_VARIABLES if name not in os.environ]
         os.environ.update(dict.fromkeys(unset, "1"))
@@ -171,7 +186,7 @@ class Stages:
             if _is_whole(directory, number):
                 _check_unchanged(path, _read_record(_read_arrays(directory, number)))
         work = _ReadFile(
-            spec.pool.files, names, spec.columns, spec.domain_column, spec.bad_rows, directory, bool(named)
+            spec.pool.files, listed, spec.columns, spec.domain_column, spec.bad_rows, directory, bool(named)
         )
         results = self._run("read pool", directory, work, len(paths))
         records = [_read_record(result) for result in results]
@@ -180,13 +195,17 @@ class Stages:
         except UserError:
             shutil.rmtree(self.directory)  # the right name is another recipe, which cannot continue from here
             raise
-        firsts = [0, *accumulate(record["records"] for record in records)][:-1]
-        files = [directory / f"{number:05d}.arrow" for number in range(len(paths))]
-        self._store = files, spec.columns, firsts
+        firsts = np.array([0, *accumulate(record["records"] for record in records)][:-1])
+        lengths = np.array([record["rows"] for record in records])
+        self._pool = _StoredPool(directory, spec.columns, self._keep(np.stack([firsts, lengths])))
         self._pool_digest = _digest([record["sha256"] for record in records])
-        rows = RowView(RowStore(files, spec.columns, firsts))
-        if (twins := _first_repeated_id(rows, np.concatenate([result["ids"] for result in results]))) is not None:
-            borders = np.cumsum([len(result["ids"]) for result in results])
+        self.contents = [record["content"] for record in records]
+        rows = RowView(self._pool.open())
+        borders = np.cumsum(lengths)
+        digests = np.empty(len(rows), np.uint64)
+        for result, end, length in zip(results, borders.tolist(), lengths.tolist(), strict=True):
+            digests[end - length : end] = result["ids"]
+        if (twins := _first_repeated_id(rows, digests)) is not None:
             for number in np.searchsorted(borders, twins, side="right").tolist():
                 _record_file(directory, number).unlink(missing_ok=True)  # to be read again, mended
             first, second = (rows[row] for row in twins)
@@ -195,6 +214,8 @@ class Stages:
 
     def over(self, rows: RowView) -> ShardMap:
         """Return the map over the shards of `rows`, a view of the pool that `read` returned."""
+        assert self._pool is not None
+        stored = self._pool
         arrays = {name: self._keep(array) for name, array in rows.arrays().items()}
         identity = _digest([self._pool_digest, *(f"{name} {path.name}" for name, path in arrays.items())])
 
@@ -208,11 +229,11 @@ class Stages:
         ) -> StageResults:
             paths = {name: self._keep(array) for name, array in (inputs or {}).items()}
             before = earlier.directory if isinstance(earlier, StageResults) else None
-            edges = _shard_edges(len(rows), len(self._store[0]), align)
+            edges = _shard_edges(len(rows), stored.files, align)
             given = [f"{name} {path.name}" for name, path in paths.items()]
             key = _digest([identity, str(align), pickle.dumps(function).hex(), str(before), *given])
             directory = self.directory / f"{stage.replace(' ', '-')}-{key[:16]}"
-            work = _MapShard(function, self._store, edges, arrays, paths, before)
+            work = _MapShard(function, stored, self._keep(np.array(edges)), arrays, paths, before)
             return self._run(stage, directory, work, len(edges) - 1)
 
         return map_shards
@@ -228,22 +249,28 @@ class Stages:
                 np.save(handle, array, allow_pickle=False)
         return path
 
-    def _run(self, stage: str, directory: Path, work: Callable[[int], Arrays], tasks: int) -> StageResults:
-        """Run the tasks of a stage that have no result yet. Raises UserError for the first that failed or got lost."""
-        executor = self._build_executor(_Step(directory, work), directory / "datatrove", tasks, stage)
+    def _run(self, stage: str, directory: Path, work: Callable[[int], Arrays], shards: int) -> StageResults:
+        """Compute the shards that have no result yet. Raises UserError for the first that failed or got lost.
+
+        A task computes several shards where there are many.
+        """
+        most = _TASKS_A_WORKER * self._worker_count if self.executor.kind == "local" else _MOST_TASKS
+        step = _Step(directory, work, shards, -(-shards // most))
+        tasks = -(-shards // step.size)
+        executor = self._build_executor(step, directory / "datatrove", tasks, stage)
         make_directory(directory)
-        open_tasks = [number for number in range(tasks) if not _is_whole(directory, number)]
-        for number in range(tasks):
-            done = directory / "datatrove" / "completions" / f"{number:05d}"
-            if number not in open_tasks:
-                executor.mark_rank_as_completed(number)
+        missing = {number for number in range(shards) if not _is_whole(directory, number)}
+        for number in missing:
+            _error_file(directory, number).unlink(missing_ok=True)
+        for task in range(tasks):
+            if missing.isdisjoint(step.numbers(task)):
+                executor.mark_rank_as_completed(task)
             else:
-                done.unlink(missing_ok=True)
-                _error_file(directory, number).unlink(missing_ok=True)
-        if 0 < len(open_tasks) < tasks:
-            self.console.say(f"{stage}: {tasks - len(open_tasks)} of {tasks} shards are finished")
+                (directory / "datatrove" / "completions" / f"{task:05d}").unlink(missing_ok=True)
+        if 0 < len(missing) < shards:
+            self.console.say(f"{stage}: {shards - len(missing)} of {shards} shards are finished")
         began = time.monotonic()
-        if open_tasks:
+        if missing:
             try:
                 if self.executor.kind == "slurm":
                     _run_on_slurm(executor, stage)
@@ -254,17 +281,17 @@ class Stages:
                     f"--on local: a worker was killed in the stage {stage!r} (out of memory?); finished shards are "
                     "kept: run the same command again"
                 ) from None
-            self.console.say(f"{stage}: {len(open_tasks)} shards in {time.monotonic() - began:.1f} s")
-        for number in range(tasks):
+            self.console.say(f"{stage}: {len(missing)} shards in {time.monotonic() - began:.1f} s")
+        for number in sorted(missing):
             if (error := _error_file(directory, number)).is_file():
                 raise UserError(error.read_text(encoding="utf-8"))
-        for number in range(tasks):
+        for number in sorted(missing):
             if not _is_whole(directory, number):
                 raise UserError(
-                    f"--on {self.executor.kind}: shard {number} of {tasks} of the stage {stage!r} was not finished "
+                    f"--on {self.executor.kind}: shard {number} of {shards} of the stage {stage!r} was not finished "
                     f"(logs: {directory / 'datatrove'}); finished shards are kept: run the same command again"
                 )
-        return StageResults(directory, tasks)
+        return StageResults(directory, shards)
 
     def _build_executor(self, step: _Step, logs: Path, tasks: int, stage: str) -> Any:
         from datatrove.executor import RayPipelineExecutor
@@ -283,55 +310,93 @@ class Stages:
 
 @dataclass(frozen=True)
 class _Step:
-    """Step of a datatrove pipeline that writes the result of `work` for a task's number.
+    """Step of a datatrove pipeline that writes the results of `work` for the shards of a task.
 
-    A mistake of the user's is written to a file of its own, for the one process that reports it.
+    shards: their number in all; size: number of shards of a task. A mistake of the user's is written to a file of its
+    own, for the one process that reports it.
     """
 
     directory: Path
     work: Callable[[int], Arrays]
+    shards: int
+    size: int
     version: str = field(default_factory=flatshift_version)
 
     def __repr__(self) -> str:
         return f"stage {self.directory.name}"
 
+    def numbers(self, task: int) -> range:
+        """Return the numbers of a task's shards."""
+        return range(task * self.size, min((task + 1) * self.size, self.shards))
+
     def __call__(self, documents: Any = None, rank: int = 0, world_size: int = 1) -> None:
+        for number in self.numbers(rank):
+            if not _is_whole(self.directory, number):
+                self._compute(number)
+
+    def _compute(self, number: int) -> None:
         try:
             if self.version != (own := flatshift_version()):
                 raise UserError(
                     f"--on: a worker runs Flatshift {own}, and this command {self.version}; install the same version"
                 )
-            arrays = self.work(rank)
+            arrays = self.work(number)
         except (UserError, SelectionError) as error:
-            write_text(_error_file(self.directory, rank), str(error))
+            write_text(_error_file(self.directory, number), str(error))
             return
         sizes = {}
         for name, array in arrays.items():
-            path = _array_file(self.directory, rank, name)
+            path = _array_file(self.directory, number, name)
             with atomic_file(path) as handle:
                 np.save(handle, np.asarray(array), allow_pickle=False)
             sizes[name] = path.stat().st_size
-        write_json(_record_file(self.directory, rank), {"bytes": sizes})
+        write_json(_record_file(self.directory, number), {"bytes": sizes})
+
+
+@dataclass(frozen=True)
+class _StoredPool:
+    """Rows of the pool in `directory`, a file for each of its own; files of millions of shards need no list.
+
+    counts: array of two rows: position of each file's first record among all, and number of its rows.
+    """
+
+    directory: Path
+    columns: Columns
+    counts: Path
+
+    @property
+    def files(self) -> int:
+        """Number of files."""
+        return int(np.load(self.counts, mmap_mode="r", allow_pickle=False).shape[1])
+
+    def path(self, number: int) -> Path:
+        """Return the file with the rows of the pool's file of this number."""
+        return self.directory / f"{number:05d}.arrow"
+
+    def open(self) -> RowStore:
+        """Return all rows; files are opened when they are read."""
+        firsts, lengths = np.load(self.counts, allow_pickle=False)
+        return RowStore(self.path, self.columns, firsts, lengths)
 
 
 @dataclass(frozen=True)
 class _MapShard:
-    """Work of a stage over rows: `function` of the shard with a task's number."""
+    """Work of a stage over rows: `function` of the shard with this number."""
 
     function: Callable[[Shard], Arrays]
-    store: tuple[Sequence[Path], Columns, Sequence[int]]
-    edges: Sequence[int]
+    pool: _StoredPool
+    edges: Path
     rows: Mapping[str, Path]
     inputs: Mapping[str, Path]
     earlier: Path | None
 
     def __call__(self, number: int) -> Arrays:
-        low, high = self.edges[number : number + 2]
+        low, high = np.load(self.edges, mmap_mode="r", allow_pickle=False)[number : number + 2].tolist()
         rows, inputs = (
             {name: np.load(path, mmap_mode="r", allow_pickle=False) for name, path in paths.items()}
             for paths in (self.rows, self.inputs)
         )
-        texts = RowView.of(RowStore(*self.store), rows, low, high).texts
+        texts = RowView.of(self.pool.open(), rows, low, high).texts
         earlier = {} if self.earlier is None else _read_arrays(self.earlier, number)
         return self.function(Shard(texts, low, high, inputs, earlier))
 
@@ -340,12 +405,12 @@ class _MapShard:
 class _ReadFile:
     """Work of the stage that reads the pool: writes the rows of a file, and returns digests of their ids and a record.
 
-    names: of the files that `files` stand for. directory: of the written rows. lists_columns: the record lists the
-    columns of the rows.
+    listed: file with the names of those that `files` stand for. directory: of the written rows. lists_columns: the
+    record lists the columns of the rows.
     """
 
     files: Sequence[str]
-    names: Sequence[str]
+    listed: Path
     columns: Columns
     domain_column: str
     bad_rows: Any
@@ -354,7 +419,7 @@ class _ReadFile:
 
     def __call__(self, number: int) -> Arrays:
         paths = expand_files(self.files)
-        _check_same_files(self.names, [str(path) for path in paths])
+        _check_same_files(read_json_object(self.listed, "files")["files"], [str(path) for path in paths])
         identity = _identity(paths[number])
         skipped: list[str] = []
         ids: list[bytes] = []
@@ -371,14 +436,17 @@ class _ReadFile:
                     columns.update(dict.fromkeys(row.record))
                 yield row
 
-        with _atomic_path(self.directory / f"{number:05d}.arrow") as path:
+        with atomic_path(_StoredPool(self.directory, self.columns, Path()).path(number)) as path:
             write_rows(rows(), path, columns=self.columns, domain_column=self.domain_column)
         # The rest of a file that breaks off is one bad row, and no record.
         records = len(ids) + sum(not reason.endswith(" records before that were read") for reason in skipped)
+        content = describe_content(paths[number])
         record = {
             "identity": identity,
-            "sha256": _content_digest(paths[number]),
+            "sha256": content["sha256"] or identity,
+            "content": content,
             "records": records,
+            "rows": len(ids),
             "skipped": skipped,
             "columns": list(columns),
         }
@@ -389,19 +457,6 @@ class _ReadFile:
 def _read_record(arrays: Arrays) -> dict[str, Any]:
     record: dict[str, Any] = json.loads(arrays["record"].tobytes())
     return record
-
-
-@contextlib.contextmanager
-def _atomic_path(path: Path) -> Iterator[Path]:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    make_directory(path.parent)
-    try:
-        yield temporary
-        with temporary.open("rb") as handle:
-            os.fsync(handle.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _identity(path: Any) -> str:

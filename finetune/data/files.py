@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import glob
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,28 +90,38 @@ def _expand_one(name: str) -> Sequence[DataFile]:
     raise UserError(f"{name}: no such file{hint}")
 
 
-def describe_files(files: Sequence[str]) -> list[dict[str, Any]]:
-    """Return `path, sha256, bytes, rows` of each file, for a manifest.
+def describe_files(files: Sequence[str], contents: Iterable[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
+    """Return `path` and the entries of `describe_content` of each file, for a manifest.
+
+    contents: the latter, in the order of the files, where they are known.
+    """
+    paths = [
+        (str(name) if str(name).startswith(SAMPLE) else str(path), path)
+        for name in files
+        for path in _expand_one(str(name))
+    ]
+    if contents is None:
+        contents = (describe_content(path) for _, path in paths)
+    return [{"path": label, **content} for (label, _), content in zip(paths, contents, strict=True)]
+
+
+def describe_content(path: DataFile) -> dict[str, Any]:
+    """Return `sha256, bytes, rows` of a file.
 
     `rows` counts the records, including bad ones; null for a broken file. A saved data set is hashed file by file in
     name order; a hub data set has no digest or size (null), its revision is part of its name. An object of a store also
     has the `version` that the store reports.
     """
-    described: list[dict[str, Any]] = []
-    for name in files:
-        for path in _expand_one(str(name)):
-            label = str(name) if str(name).startswith(SAMPLE) else str(path)
-            record: dict[str, Any] = {"path": label, "sha256": None, "bytes": None, "rows": None}
-            described.append(record)
-            if label.startswith(HUB):
-                continue
-            split_suffix(path)
-            record["sha256"], record["bytes"] = file_digest(path)
-            with contextlib.suppress(BrokenFile):  # with bad_rows: skip, its readable part was used
-                record["rows"] = count_records(path)
-            if isinstance(path, RemoteFile):
-                record["version"] = path.version
-    return described
+    record: dict[str, Any] = {"sha256": None, "bytes": None, "rows": None}
+    if str(path).startswith(HUB):
+        return record
+    split_suffix(path)
+    record["sha256"], record["bytes"] = file_digest(path)
+    with contextlib.suppress(BrokenFile):  # with bad_rows: skip, its readable part was used
+        record["rows"] = count_records(path)
+    if isinstance(path, RemoteFile):
+        record["version"] = path.version
+    return record
 
 
 def file_digest(path: DataFile) -> tuple[str, int]:

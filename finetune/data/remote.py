@@ -163,7 +163,7 @@ def find_objects(name: str) -> tuple[list[RemoteFile], bool]:
         else:
             entries = with_retries(name, lambda: store.ls(path, detail=True))
     urls = [
-        (store.unstrip_protocol(entry["name"]), entry.get("size"))
+        (_add_scheme(entry["name"], name), entry.get("size"))
         for entry in entries
         if entry["type"] == "file" and not entry["name"].endswith("/")
     ]
@@ -174,6 +174,11 @@ def find_objects(name: str) -> tuple[list[RemoteFile], bool]:
     if metadata is None and not files:
         raise UserError(f"{name}: no object matches this pattern")
     return files, metadata is not None
+
+
+def _add_scheme(path: str, url: str) -> str:
+    """Return the address of a path in the store of `url`, by the same of its schemes."""
+    return path if "://" in path else f"{get_scheme(url)}://{path}"
 
 
 class _ObjectReader(io.RawIOBase):
@@ -356,7 +361,7 @@ def _suggest_nearest(store: Any, name: str, path: str) -> str:
     except Exception:  # listing may be forbidden
         return "; check the name"
     close = difflib.get_close_matches(path.rstrip("/"), names, n=1, cutoff=0.5)
-    return f"; did you mean {redact_urls(store.unstrip_protocol(close[0]))}?" if close else "; check the name"
+    return f"; did you mean {redact_urls(_add_scheme(close[0], name))}?" if close else "; check the name"
 
 
 UPLOAD_RECORD = "upload.json"

@@ -18,8 +18,9 @@ import mmap
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import numpy as np
 
@@ -35,6 +36,7 @@ _ROWS = 4096
 _CHARACTERS = 1 << 24
 _RESIDENT = 1 << 26
 """Bytes of the file that may be read before its pages are released to the system, which may keep them cached."""
+_OPEN_FILES = 64
 _PIECE = re.compile(r"#[0-9]+$")
 
 
@@ -49,7 +51,7 @@ def spill_rows(rows: Iterable[Row], path: Path, *, columns: Columns, domain_colu
     """
     try:
         write_rows(rows, path, columns=columns, domain_column=domain_column)
-        return RowView(RowStore([path], columns))
+        return RowView(RowStore(lambda number: path, columns))
     except OSError as error:
         if is_disk_full(error):
             raise
@@ -95,29 +97,27 @@ def _batch_rows(rows: Iterable[Row], columns: Columns, domain_column: str) -> It
 
 
 class RowStore:
-    """Rows of files that `write_rows` wrote, one file after another, memory-mapped.
+    """Rows of files that `write_rows` wrote, one file after another, memory-mapped; at most 64 files at a time.
 
-    firsts: position of each file's first record among all records; None: 0 for a single file.
+    path: returns the file of a number. firsts: position of each file's first record among all records; lengths: number
+    of rows of each file. lengths None: a single file, which is opened here and may then be removed.
     """
 
-    def __init__(self, files: Sequence[Path], columns: Columns, firsts: Sequence[int] | None = None):
-        import pyarrow as pa
-
-        self.columns = columns
-        self._maps: list[mmap.mmap] = []
-        self._batches: list[tuple[Any, int]] = []
-        self._firsts: list[int] = []
+    def __init__(
+        self, path: Callable[[int], Path], columns: Columns, firsts: Any = (0,), lengths: Sequence[int] | None = None
+    ):
+        self.columns, self._path, self._firsts = columns, path, firsts
+        self._files: dict[int, _StoredFile] = {}
         self._read = 0
-        lengths: list[int] = []
-        for path, first in zip(files, firsts or [0], strict=True):
-            with path.open("rb") as handle:
-                self._maps.append(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ))
-            reader = pa.ipc.open_file(pa.py_buffer(self._maps[-1]))
-            numbers = range(reader.num_record_batches)
-            self._batches += [(reader, number) for number in numbers]
-            self._firsts += [first] * len(numbers)
-            lengths += [reader.get_batch(number).num_rows for number in numbers]
-        self._starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
+        self._starts = np.append(0, np.cumsum(self._file(0).starts[-1:] if lengths is None else lengths))
+
+    def _file(self, number: int) -> _StoredFile:
+        """Return a file, kept open until 64 others were read since."""
+        file = self._files.pop(number, None) or _map_file(self._path(number))
+        self._files[number] = file
+        if len(self._files) > _OPEN_FILES:
+            del self._files[next(iter(self._files))]
+        return file
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -133,14 +133,8 @@ class RowStore:
                 unsorted[position] = value
             return unsorted
         out: list[Any] = []
-        batch_of = np.searchsorted(self._starts, rows, side="right") - 1
-        borders = np.flatnonzero(np.diff(batch_of)) + 1
-        for low, high in zip([0, *borders.tolist()], [*borders.tolist(), len(rows)], strict=True):
-            if low == high:
-                continue
-            number = int(batch_of[low])
-            values = self._column(number, column)
-            local = rows[low:high] - self._starts[number]
+        for number, batch, local in self._batches(rows):
+            values = self._column(number, batch, column)
             if local[-1] - local[0] == len(local) - 1 and (len(local) == 1 or (np.diff(local) == 1).all()):
                 values = values.slice(int(local[0]), len(local))
             else:
@@ -148,23 +142,68 @@ class RowStore:
             out.extend(values.to_pylist())
             self._read += values.nbytes
             if self._read > _RESIDENT and hasattr(mmap, "MADV_DONTNEED"):
-                for mapped in self._maps:
-                    mapped.madvise(mmap.MADV_DONTNEED)
+                for file in self._files.values():
+                    file.mapped.madvise(mmap.MADV_DONTNEED)
                 self._read = 0
         return out
 
+    def _batches(self, rows: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
+        """Yield file, batch and places in it of consecutive `rows`."""
+        for number, some in _group_rows(rows, self._starts):
+            for batch, places in _group_rows(some, self._file(number).starts):
+                yield number, batch, places
+
+    def is_empty(self, column: str) -> bool:
+        """Return True if no row has a value in this column."""
+        return all(
+            (values := self._column(number, batch, column)).null_count == len(values)
+            for number in range(len(self._starts) - 1)
+            for batch in range(len(self._file(number).starts) - 1)
+        )
+
     def indices(self) -> np.ndarray:
         """Return the whole column `index`, (N,) int64."""
-        parts = (self._column(number, "index").to_numpy() for number in range(len(self._batches)))
+        parts = (
+            self._column(number, batch, "index").to_numpy()
+            for number in range(len(self._starts) - 1)
+            for batch in range(len(self._file(number).starts) - 1)
+        )
         return np.concatenate([np.empty(0, np.int64), *parts])
 
-    def _column(self, number: int, name: str) -> Any:
-        """Return a column of a batch as an Arrow array; `index` counts from the first record of all files."""
+    def _column(self, number: int, batch: int, name: str) -> Any:
+        """Return a column of a file's batch as an Arrow array; `index` counts from the first record of all files."""
         import pyarrow.compute as pc
 
-        reader, of_file = self._batches[number]
-        values = reader.get_batch(of_file).column(name)
-        return pc.add(values, self._firsts[number]) if name == "index" and self._firsts[number] else values
+        values = self._file(number).reader.get_batch(batch).column(name)
+        first = int(self._firsts[number])
+        return pc.add(values, first) if name == "index" and first else values
+
+
+class _StoredFile(NamedTuple):
+    """File of rows; starts: first row of each batch, and the end."""
+
+    mapped: mmap.mmap
+    reader: Any
+    starts: np.ndarray
+
+
+def _map_file(path: Path) -> _StoredFile:
+    import pyarrow as pa
+
+    with path.open("rb") as handle:
+        mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+    reader = pa.ipc.open_file(pa.py_buffer(mapped))
+    lengths = [reader.get_batch(number).num_rows for number in range(reader.num_record_batches)]
+    return _StoredFile(mapped, reader, np.append(0, np.cumsum(lengths, dtype=np.int64)))
+
+
+def _group_rows(rows: np.ndarray, starts: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the number of a range between two `starts`, and those consecutive `rows` in it, counted from its start."""
+    numbers = np.searchsorted(starts, rows, side="right") - 1
+    borders = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(rows)]
+    for low, high in pairwise(borders if len(rows) else []):
+        number = int(numbers[low])
+        yield number, rows[low:high] - starts[number]
 
 
 class _StoredSequence(Sequence[_Item]):
@@ -235,6 +274,8 @@ class RowView(_StoredSequence[Row]):
 
     def domains(self) -> list[str | None] | None:
         """Return each row's domain, sharing equal strings; None if no row has one."""
+        if self._store.is_empty("domain"):
+            return None
         known: dict[str | None, str | None] = {}
         out: list[str | None] = []
         for low in range(0, len(self), _ROWS):

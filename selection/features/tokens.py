@@ -9,9 +9,10 @@ the span is cut to its strongest directions, and the residuals of pool and targe
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, overload
@@ -22,6 +23,7 @@ from flatshift.selection.shards import Arrays, Shard
 from flatshift.selection.validation import Settings, bounded
 
 CHUNK = 8192  # texts whose tokens are processed together
+_OPEN_SHARDS = 64
 _RESIDENT = 1 << 26
 """Bytes of a mapped file read before its pages are released to the system, which would otherwise keep them."""
 Tokenize = Callable[[list[str]], Sequence[Sequence[int]]]
@@ -32,8 +34,8 @@ class TokenRows(Sequence[Any]):
     """Tokens of N texts: row i is an integer array. 8 bytes a row in memory, in addition to `flat`.
 
     flat (T,): all tokens, an array, or one over the file `mapped`, of which at most 64 MiB stay in memory while `parts`
-    reads it. ends (N,) int64: end of each text in `flat`. size: vocabulary size, above all tokens. shards: the same as
-    arrays `flat` and `ends` of each shard, if a map wrote them.
+    reads it. ends (N,) int64: end of each text in `flat`. size: vocabulary size, above all tokens. shards: arrays
+    `flat` and `ends` of each shard, if a map wrote them.
     """
 
     def __init__(
@@ -68,26 +70,16 @@ class TokenRows(Sequence[Any]):
     ) -> TokenRows:
         """Build on disk from texts read a chunk at a time: the file at `path` goes with the rows or the process."""
 
-        def tokens() -> Iterator[TokenRows]:
-            for low in range(0, len(texts), CHUNK):
-                yield cls.of(tokenize(list(texts[low : low + CHUNK])), size)
-                if progress:
-                    progress(min(low + CHUNK, len(texts)))
-
-        return cls.joined(tokens(), size, path)
-
-    @classmethod
-    def joined(
-        cls, parts: Iterable[TokenRows], size: int, path: Path, shards: Sequence[Arrays] | None = None
-    ) -> TokenRows:
-        """Build on disk from parts, as `spilled`. shards: their arrays `flat` and `ends`, for maps over them."""
         dtype, ends, total = _token_dtype(size), [np.empty(0, np.int64)], 0
         try:
             with path.open("wb") as sink:
-                for part in parts:
+                for low in range(0, len(texts), CHUNK):
+                    part = cls.of(tokenize(list(texts[low : low + CHUNK])), size)
                     sink.write(part.flat.data)
                     ends.append(part.ends + total)
                     total += len(part.flat)
+                    if progress:
+                        progress(min(low + CHUNK, len(texts)))
             mapped = None
             if total:
                 with path.open("rb") as source:
@@ -96,7 +88,16 @@ class TokenRows(Sequence[Any]):
             with contextlib.suppress(OSError):
                 path.unlink()
         flat = np.empty(0, dtype) if mapped is None else np.frombuffer(mapped, dtype)
-        return cls(flat, np.concatenate(ends), size, mapped, shards)
+        return cls(flat, np.concatenate(ends), size, mapped)
+
+    @classmethod
+    def of_shards(cls, shards: Sequence[Arrays], size: int) -> TokenRows:
+        """Build from the arrays that `tokenise_shard` returned for every shard, which stay where they are."""
+        starts, ends = [0], [np.empty(0, np.int64)]
+        for shard in shards:
+            ends.append(shard["ends"] + starts[-1])
+            starts.append(starts[-1] + len(shard["flat"]))
+        return cls(_JoinedTokens(shards, np.array(starts)), np.concatenate(ends), size, shards=shards)
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -136,6 +137,26 @@ class TokenRows(Sequence[Any]):
     def take(self, rows: Any) -> TokenRows:
         """Return the rows with these numbers, in memory."""
         return TokenRows.of([self[int(row)] for row in rows], self.size)
+
+
+class _JoinedTokens:
+    """Tokens of all shards, read where they are; `starts`: of each shard, and the end."""
+
+    def __init__(self, shards: Sequence[Arrays], starts: np.ndarray):
+        self._starts = starts
+        self._open = functools.lru_cache(_OPEN_SHARDS)(lambda number: np.asarray(shards[number]["flat"]))
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, span: slice) -> np.ndarray:
+        first, last = np.searchsorted(self._starts, [span.start, max(span.stop - 1, span.start)], side="right") - 1
+        shards = range(int(first), min(int(last) + 1, len(self._starts) - 1))
+        parts = [
+            self._open(shard)[max(span.start - start, 0) : span.stop - start]
+            for shard, start in zip(shards, self._starts[first:].tolist(), strict=False)
+        ]
+        return np.concatenate(parts or [self._open(0)[:0]])
 
 
 def tokenise_shard(shard: Shard, tokenizer: Callable[[], tuple[Tokenize, int]]) -> Arrays:

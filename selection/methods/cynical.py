@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from functools import partial
+from typing import ClassVar, Literal, NamedTuple, Self
 
 from flatshift.selection.features.tokens import TokenRows, text_sums
 from flatshift.selection.lazy import np
@@ -24,12 +25,16 @@ from flatshift.selection.methods.base import (
     check_budget,
     move_behind,
 )
+from flatshift.selection.shards import Arrays, Shard, ShardMap
 from flatshift.selection.validation import bounded
 
 _ORDERS = (1, 2, 3)
 _BLOCK = 256  # texts whose n-grams are looked up together
 _LOOKS, _MAX_LOOKS = 8192, 1 << 18
 """Texts rescored with the same bounds: a 32nd of the pool within these limits. Their n-grams take about a kB each."""
+
+_SLACK = 1.0 + 2.0**-30
+"""Factor of a bound, above the roundings of a sum over any text."""
 
 _MULTIPLIER = 0x9E3779B97F4A7C15  # multiplier of multiplicative hashing (Knuth): 2^64 over the golden ratio
 
@@ -69,6 +74,10 @@ class CynicalSelector(TokenSelector, Cynical):
     gain per token, exact by lazy evaluation (Minoux 1978; Leskovec et al. 2007, CELF). It ends with `budget` readings,
     or later if these have fewer tokens than as many mean texts.
 
+    Passes over the pool (by shards, if it has them) bound each text's gain: log(1 + k/b) ≤ k·log(1 + 1/b) for k
+    occurrences, and both fall as c_S grows. So a bound holds for all later choices, and a text whose bound is below the
+    best gain of those looked at individually cannot be next: its n-grams need not be in memory.
+
     Scores are −gain at the time a text was first taken, in nats of cross-entropy (mean over the orders) that the whole
     budget would bring at this rate. Texts that were not taken follow by their gain given the selection (an upper bound:
     repeats inside a text count in full), those of fewer than `minimum` tokens behind all others. budget None: a tenth
@@ -82,16 +91,19 @@ class CynicalSelector(TokenSelector, Cynical):
         budget = max(1, len(pool) // 10) if self.budget is None else check_budget(self.budget, len(pool))
         rows, target_rows = self._sides(pool, target)
         self._ngrams = ngrams = _TargetNgrams(target_rows)
-        count = np.ones(len(ngrams))
-        for low, flat, lengths in rows.parts():
-            for numbers in ngrams.find(flat, lengths):
-                count += np.bincount(numbers[numbers >= 0], minlength=len(count))
-            progress("counting n-grams", low + len(lengths), len(rows))
+        if pool.shards is None:
+            count = 1.0 + ngrams.count(rows, progress)
+        else:
+            counts = pool.shards("n-grams", partial(_count_ngrams, size=rows.size), inputs=ngrams.arrays(),
+                                 earlier=rows.shards)  # fmt: skip
+            count = np.ones(len(ngrams))
+            for part in counts:
+                count += part["counts"]
         tokens = budget * len(rows.flat) / len(rows)
         self._base = (1.0 - self.mixture) / self.mixture * tokens * count / (len(rows.flat) + 1.0)
         short = rows.lengths < self.minimum
-        selection = self._select_greedily(rows, ~short, (budget, tokens), progress)
-        self.scores_ = self._bounds(rows, self._base + selection.counts, None)
+        selection = self._select_greedily(rows, pool.shards, ~short, (budget, tokens), progress)
+        self.scores_ = self._bounds(rows, pool.shards, self._base + selection.counts, None)
         self.readings_, distinct = selection.rows, np.unique(selection.rows, return_index=True)
         if len(selection.rows):
             # Up to rounding, gains never increase, and no remaining gain is above the last one taken.
@@ -114,28 +126,35 @@ class CynicalSelector(TokenSelector, Cynical):
         }
 
     def _gains(self, flat: np.ndarray, lengths: np.ndarray, size: int) -> np.ndarray:
-        return self._by_token(flat, lengths, self._base)
+        return self._ngrams.look_up(self._gains_of_one(self._base), flat, lengths)
 
-    def _by_token(self, flat: np.ndarray, lengths: np.ndarray, base: np.ndarray) -> np.ndarray:
-        """Return (T,) gain of one more occurrence of the n-grams that end in each token."""
-        once = np.append(self._ngrams.weights * np.log1p(1.0 / base), 0.0)  # the last entry: no n-gram of the target
-        return np.asarray(sum(once[numbers] for numbers in self._ngrams.find(flat, lengths)))
+    def _gains_of_one(self, base: np.ndarray) -> np.ndarray:
+        """Return (G + 1,) gain of one more occurrence of each n-gram; the last entry: of none of the target's."""
+        return np.append(self._ngrams.weights * np.log1p(1.0 / base), 0.0)
 
-    def _bounds(self, rows: TokenRows, base: np.ndarray, progress: Progress | None) -> np.ndarray:
+    def _bounds(
+        self, rows: TokenRows, shards: ShardMap | None, base: np.ndarray, progress: Progress | None
+    ) -> np.ndarray:
         """Return (N,) lower bounds of −gain per token: the logarithm is concave, so that repeats in a text add less."""
-        bounds = np.empty(len(rows))
-        for low, flat, lengths in rows.parts():
-            gains = text_sums(self._by_token(flat, lengths, base), lengths)
-            bounds[low : low + len(lengths)] = -gains / self._sizes(lengths)
-            if progress:
-                progress("comparing n-grams", low + len(lengths), len(rows))
-        return bounds
+        once = self._gains_of_one(base)
+        if shards is None:
+            sums = self._ngrams.sum_texts(once, rows, progress)
+        else:
+            add = partial(_sum_gains, size=rows.size)
+            parts = shards("bounds", add, inputs={**self._ngrams.arrays(), "once": once}, earlier=rows.shards)
+            sums = np.concatenate([part["sums"] for part in parts])
+        return -sums / self._sizes(rows.lengths)
 
     def _sizes(self, lengths: np.ndarray) -> np.ndarray:
         return np.maximum(lengths + self.prior, 1.0)
 
     def _select_greedily(
-        self, rows: TokenRows, available: np.ndarray, goal: tuple[int, float], progress: Progress
+        self,
+        rows: TokenRows,
+        shards: ShardMap | None,
+        available: np.ndarray,
+        goal: tuple[int, float],
+        progress: Progress,
     ) -> _GreedySelection:
         """Run the greedy selection.
 
@@ -152,7 +171,7 @@ class CynicalSelector(TokenSelector, Cynical):
             return len(chosen) >= goal[0] and size >= goal[1]
 
         while not is_complete():
-            bound = self._bounds(rows, self._base + counts, progress if not chosen else None)
+            bound = self._bounds(rows, shards, self._base + counts, progress if not chosen else None) * _SLACK
             bound[~available] = np.inf
             # The others hold no n-gram of the target.
             order = np.argsort(bound, kind="stable")[: np.count_nonzero(bound < 0.0)]
@@ -238,18 +257,34 @@ class _TargetNgrams:
 
         flat, lengths = target.part(0, len(target))
         self._size = check_vocabulary(target.size)
-        bits = target.size.bit_length()
-        self._masks = [np.uint64((1 << (bits * order)) - 1) for order in _ORDERS]
         whole = trigram_keys(flat, lengths, target.size)
-        tables = [np.unique(whole & mask, return_counts=True) for mask in self._masks]
-        starts = np.cumsum([len(keys) for keys, _ in tables]).tolist()
+        counted = [np.unique(whole & mask, return_counts=True) for mask in self._masks]
+        starts = np.cumsum([len(keys) for keys, _ in counted]).tolist()
         self._single = np.full(target.size, -1)
-        self._single[tables[0][0].astype(np.int64)] = np.arange(starts[0])
-        self._tables = [_HashTable(keys, start) for (keys, _), start in zip(tables[1:], starts, strict=False)]
-        self.weights = np.concatenate([times for _, times in tables]) / len(flat)
+        self._single[counted[0][0].astype(np.int64)] = np.arange(starts[0])
+        self._tables = [_HashTable.of(keys, start) for (keys, _), start in zip(counted[1:], starts, strict=False)]
+        self.weights = np.concatenate([times for _, times in counted]) / len(flat)
 
     def __len__(self) -> int:
         return len(self.weights)
+
+    @property
+    def _masks(self) -> list[np.uint64]:
+        return [np.uint64((1 << (self._size.bit_length() * order)) - 1) for order in _ORDERS]
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the n-grams as arrays, for `restore`."""
+        tables = {f"{name}{k}": array for k, table in enumerate(self._tables) for name, array in vars(table).items()}
+        return {"weights": self.weights, "single": self._single, **tables}
+
+    @classmethod
+    def restore(cls, arrays: Arrays, size: int) -> Self:
+        """Return the n-grams over `size` tokens that have these `arrays`."""
+        ngrams = cls.__new__(cls)
+        ngrams._size, ngrams.weights, ngrams._single = size, np.asarray(arrays["weights"]), np.asarray(arrays["single"])
+        names = ("keys", "numbers", "starts")
+        ngrams._tables = [_HashTable(*(np.asarray(arrays[f"{name}{k}"]) for name in names)) for k in range(2)]
+        return ngrams
 
     def find(self, flat: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
         """Return by order (T,) int64: the number of the n-gram that ends in each token, −1 if unknown."""
@@ -259,40 +294,82 @@ class _TargetNgrams:
         out = [self._single[flat]]
         known = np.flatnonzero(out[0] >= 0)
         for table, mask in zip(self._tables, self._masks[1:], strict=True):
-            numbers = table.numbers(whole[known] & mask)
+            numbers = table.find(whole[known] & mask)
             known, numbers = known[numbers >= 0], numbers[numbers >= 0]
             out.append(np.full(len(whole), -1, dtype=np.int64))
             out[-1][known] = numbers  # a longer n-gram can be known only if the shorter one is
         return out
 
+    def count(self, rows: TokenRows, progress: Progress | None = None) -> np.ndarray:
+        """Return (G,) int64: occurrences of each n-gram in some texts."""
+        counts = np.zeros(len(self), dtype=np.int64)
+        for low, flat, lengths in rows.parts():
+            for numbers in self.find(flat, lengths):
+                counts += np.bincount(numbers[numbers >= 0], minlength=len(counts))
+            if progress:
+                progress("counting n-grams", low + len(lengths), len(rows))
+        return counts
+
+    def look_up(self, values: np.ndarray, flat: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Return (T,) sum of the `values` (G + 1,) of the n-grams that end in each token."""
+        return np.asarray(sum(values[numbers] for numbers in self.find(flat, lengths)))
+
+    def sum_texts(self, values: np.ndarray, rows: TokenRows, progress: Progress | None = None) -> np.ndarray:
+        """Return (N,) sum of the `values` (G + 1,) of each text's n-grams."""
+        sums = np.empty(len(rows))
+        for low, flat, lengths in rows.parts():
+            sums[low : low + len(lengths)] = text_sums(self.look_up(values, flat, lengths), lengths)
+            if progress:
+                progress("comparing n-grams", low + len(lengths), len(rows))
+        return sums
+
+
+def _count_ngrams(shard: Shard, *, size: int) -> Arrays:
+    """Return the occurrences of the target's n-grams in a shard that `tokenise_shard` tokenised."""
+    ngrams = _TargetNgrams.restore(shard.inputs, size)
+    return {"counts": ngrams.count(TokenRows(shard.earlier["flat"], shard.earlier["ends"], size))}
+
+
+def _sum_gains(shard: Shard, *, size: int) -> Arrays:
+    """Return the sum of the gains `once` of each text's n-grams."""
+    ngrams = _TargetNgrams.restore(shard.inputs, size)
+    rows = TokenRows(shard.earlier["flat"], shard.earlier["ends"], size)
+    return {"sums": ngrams.sum_texts(np.asarray(shard.inputs["once"]), rows)}
+
 
 class _HashTable:
-    """Numbers of distinct uint64 keys, counted from `start`. Keys in no order are found in one or two steps, where a
-    binary search takes one for each halving."""
+    """Numbers of distinct uint64 keys. Keys in no order are found in one or two steps, where a binary search takes one
+    for each halving.
 
-    def __init__(self, keys: np.ndarray, start: int):
+    keys, numbers: by slot, the top bits of the multiplied key. starts: first entry of each slot, and the end.
+    """
+
+    def __init__(self, keys: np.ndarray, numbers: np.ndarray, starts: np.ndarray):
+        self.keys, self.numbers, self.starts = keys, numbers, starts
+
+    @classmethod
+    def of(cls, keys: np.ndarray, start: int) -> Self:
+        """Build the table of keys that are numbered in their order from `start`."""
         bits = (8 * len(keys)).bit_length()
-        self._shift = np.uint64(64 - bits)
-        slots = self._slots(keys)
+        slots = _hash_slots(keys, bits)
         order = np.argsort(slots, kind="stable")
-        self._keys, self._numbers = keys[order], order + start
         sizes = np.bincount(slots, minlength=1 << bits)
-        self._starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-        self._longest = int(sizes.max())
+        return cls(keys[order], order + start, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32))
 
-    def _slots(self, keys: np.ndarray) -> np.ndarray:
-        return ((keys * np.uint64(_MULTIPLIER)) >> self._shift).astype(np.int64)
-
-    def numbers(self, keys: np.ndarray) -> np.ndarray:
+    def find(self, keys: np.ndarray) -> np.ndarray:
         """Return (n,) int64, −1 for unknown keys."""
-        slots = self._slots(keys)
-        start, end = self._starts[slots], self._starts[slots + 1]
+        slots = _hash_slots(keys, (len(self.starts) - 1).bit_length() - 1)
+        start, end = self.starts[slots], self.starts[slots + 1]
         out = np.full(len(keys), -1, dtype=np.int64)
-        pending = np.flatnonzero(start < end)
-        for step in range(self._longest):
-            pending = pending[start[pending] + step < end[pending]]
+        pending, step = np.flatnonzero(start < end), 0
+        while len(pending):
             index = start[pending] + step
-            equal = self._keys[index] == keys[pending]
-            out[pending[equal]] = self._numbers[index[equal]]
-            pending = pending[~equal]
+            equal = self.keys[index] == keys[pending]
+            out[pending[equal]] = self.numbers[index[equal]]
+            pending, step = pending[~equal], step + 1
+            pending = pending[start[pending] + step < end[pending]]
         return out
+
+
+def _hash_slots(keys: np.ndarray, bits: int) -> np.ndarray:
+    return ((keys * np.uint64(_MULTIPLIER)) >> np.uint64(64 - bits)).astype(np.int64)

@@ -90,7 +90,7 @@ def check_equal(one: Path, other: Path) -> None:
     assert manifests[0] == manifests[1]
 
 
-@pytest.mark.parametrize("method", ["dsir", "moore-lewis", "gotd", "knn", "classifier"])
+@pytest.mark.parametrize("method", ["dsir", "moore-lewis", "cynical", "gotd", "knn", "classifier"])
 def test_a_selection_by_shards_is_that_of_one_process(data: Path, tmp_path: Path, method: str) -> None:
     words = [*clean(data), "--method", method, "--domain-column", "domain"]
     words += ["--embedder", "tokens" if method == "knn" else "tfidf"] if method in ("gotd", "knn") else []
@@ -100,6 +100,31 @@ def test_a_selection_by_shards_is_that_of_one_process(data: Path, tmp_path: Path
     drops = (tmp_path / "one" / "drops.jsonl").read_text(encoding="utf-8")
     for cause in ("length", "exact-duplicate", "near-duplicate", "cut"):
         assert f'"{cause}"' in drops
+
+
+@pytest.mark.parametrize("repeats", [1, 8])
+def test_cynical_by_shards_chooses_among_equal_texts_as_one_process(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repeats: int
+) -> None:
+    monkeypatch.setattr("flatshift.selection.methods.cynical._LOOKS", 20)
+    monkeypatch.setattr("flatshift.selection.methods.cynical._BLOCK", 7)
+    for module, name in (("finetune.data.view", "FILES"), ("selection.features.tokens", "SHARDS")):
+        monkeypatch.setattr(f"flatshift.{module}._OPEN_{name}", 1)
+    texts = [json.loads(line)["text"] for line in (data / "pool" / "0.jsonl").read_text(encoding="utf-8").splitlines()]
+    (tmp_path / "pool").mkdir()
+    for number in range(FILES):  # the same texts in every file
+        lines = [json.dumps({"id": f"{number}-{i}", "text": text}) + "\n" for i, text in enumerate(texts)]
+        (tmp_path / "pool" / f"{number}.jsonl").write_text("".join(lines), encoding="utf-8")
+    for name in ("target.jsonl", "eval.jsonl"):
+        shutil.copy(data / name, tmp_path)
+    words = ["--method", "cynical", "--select.method.repeats", str(repeats)]
+    words += [*HYGIENE[4:], "--select.eval.files", str(tmp_path / "eval.jsonl")]  # equal texts stay
+    assert select(tmp_path, tmp_path / "one", *words) == 0
+    assert select(tmp_path, tmp_path / "shards", *words, "--on", "local:2") == 0
+    check_equal(tmp_path / "one", tmp_path / "shards")
+    manifest = json.loads((tmp_path / "one" / "manifest.json").read_text(encoding="utf-8"))["selection"]
+    assert manifest["passes"] > 1 and manifest["taken"] >= 40
+    assert (manifest.get("most_times", 1) > 1) == (repeats > 1)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +263,7 @@ def interrupt(shard: object) -> None:
 def unfinished(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
     """Return a directory with a copy of the data and the state of a selection interrupted in its last stage."""
     shutil.copytree(data, tmp_path / "data")
-
+    monkeypatch.setattr("flatshift.experiments.select.stages._TASKS_A_WORKER", 1)  # so that a task has three shards
     with monkeypatch.context() as patch:
         patch.setattr("flatshift.selection.methods.dsir._sum_gains", interrupt)
         assert select(tmp_path / "data", tmp_path / "out", "--method", "dsir", "--on", "local:1") == 3
@@ -307,7 +332,7 @@ def test_mistakes_in_the_pool_are_those_of_one_process(
         (["--on", "locl:2", "--method", "dsir"], "--on 'locl:2' is no executor; take local[:WORKERS], slurm"),
         (["--on", "local:0", "--method", "dsir"], "--on local:0: the number of workers must be at least 1"),
         (["--on", "local:", "--method", "dsir"], "--on 'local:' is no executor"),
-        (["--on", "local"], "--on: cynical is scored by one process; leave --on out, or take a method"),
+        (["--on", "local", "--method", "random"], "--on: random is scored by one process; leave --on out, or take a"),
         (["--on", "local", "--method", "gotd", "--embedder", "gradients"], "the second moments of gradients"),
         (["--on", "local", "--method", "knn", "--select.cache", "cache"], "select.cache: with --on"),
         (["--on", "slurm", "--method", "dsir"], "there is no sbatch here"),
