@@ -293,7 +293,8 @@ class ExecutorOptions:
 
     on: str = "local"
     """local: processes of this machine; ray, or ray:HOST:PORT: tasks of a Ray cluster (the one this machine belongs
-    to, or the one at that address); slurm: jobs of an array, where --out is on a disk that all nodes see."""
+    to, or the one at that address); slurm, or slurm:PARTITION: jobs of an array, where --out is on a disk that all
+    nodes see."""
     cpus: int | None = None
     """CPUs, and threads, of a cell (--on ray or slurm); 1 by default."""
     gpus: int | None = None

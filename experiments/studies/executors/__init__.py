@@ -201,7 +201,7 @@ class StudyInputs:
         try:
             digests = StudyInputs.of(cell()).digests
         except (UserError, OSError) as error:
-            return f"the worker on {host} lacks the study's data: {error}; put it where every node sees it"
+            return f"the worker on {host} lacks input files: {error}; put it where every node sees it"
         if other := next((name for name, digest in self.digests.items() if digests.get(name) != digest), None):
             return f"{other} on {host} differs from the command's; put the same files where every node sees them"
         return None
