@@ -41,6 +41,7 @@ _SAVE_S = 300
 _UNLIMITED = 1_000_000
 _ROOM_S = 30.0
 _JOB = "job.json"
+_REPORT, _SILENT = "flatshift: ", "and last printed"
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,14 @@ class RankEnd:
         """Return the end of a process from its code and what it printed last."""
         if code < 0:
             return cls(3, f"was killed by {signal.Signals(-code).name}")
-        lines = output.strip().splitlines() or [f"ended with code {code}"]
-        return cls(code, next((line for line in lines[::-1] if line.startswith("flatshift: ")), lines[-1]))
+        lines = output.strip().splitlines()
+        report = next((line for line in lines[::-1] if line.startswith(_REPORT)), None)
+        return cls(code, report or f"ended with code {code}, {_SILENT} {lines[-1] if lines else 'nothing'}")
+
+    @property
+    def weight(self) -> tuple[bool, bool, bool]:
+        """Sorting key, the least for the cause of all ends: one rank reports it, the others end silently."""
+        return self.code == 3, _SILENT in self.reason, self.reason.startswith(_REPORT)
 
 
 def train_on_cluster(
@@ -172,24 +179,17 @@ def _restart_lost(run: Callable[[], list[RankEnd]], retries: int) -> int:
         ends = run()
         if not any(end.code for end in ends):
             return 0
-        # A rank that reports the loss of another ends with code 3 too, but by itself.
-        rank = min(
-            (r for r, end in enumerate(ends) if end.code), key=lambda r: (ends[r].code == 3, _is_report(ends[r]))
-        )
-        end = ends[rank]
+        rank, end = min(((r, end) for r, end in enumerate(ends) if end.code), key=lambda pair: pair[1].weight)
+        is_report = end.reason.startswith(_REPORT)
         if end.code != 3:
-            if rank:  # rank 0 has printed to the terminal itself
-                print(end.reason, file=sys.stderr, flush=True)
+            if rank or not is_report:  # rank 0 has printed to the terminal itself
+                print(end.reason if is_report else f"{_REPORT}rank {rank} {end.reason}", file=sys.stderr, flush=True)
             return end.code
-        reason = end.reason.removeprefix("flatshift: interrupted: ") if _is_report(end) else f"rank {rank} {end.reason}"
+        reason = end.reason.removeprefix(f"{_REPORT}interrupted: ") if is_report else f"rank {rank} {end.reason}"
         if left:
             message = f"{reason}; all ranks start again from the last checkpoint ({left} more times at most)"
-            print(f"flatshift: {message}", file=sys.stderr, flush=True)
+            print(f"{_REPORT}{message}", file=sys.stderr, flush=True)
     raise Interrupted(f"{reason}; the last checkpoint is kept, and the same command goes on from there")
-
-
-def _is_report(end: RankEnd) -> bool:
-    return end.reason.startswith("flatshift: ")
 
 
 class RankProcess:
@@ -315,31 +315,37 @@ def _run_actors(ray: Any, job: RankJob, actors: Sequence[Any]) -> list[RankEnd]:
         # An actor sees no device but its own.
         own = {"RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(on_node[node])}
         actor.start.remote({**common, **own})
-    try:
-        return _await_ends(ray, actors)
-    except KeyboardInterrupt:
-        for actor in actors:
-            actor.stop.remote()
-        _await_ends(ray, actors)
-        raise
+    return _await_ends(ray, actors)
 
 
 def _await_ends(ray: Any, actors: Sequence[Any]) -> list[RankEnd]:
-    """Wait for all ranks, which end by themselves when one is lost, and print what rank 0 prints."""
+    """Wait for all ranks, which end by themselves when one is lost, and print what rank 0 prints.
+
+    Raises KeyboardInterrupt after a request to stop, once all have stopped with a checkpoint; at a second one at once.
+    """
     ends: dict[int, RankEnd] = {}
-    output, printed = [b""] * len(actors), 0
+    output, printed, request = [b""] * len(actors), 0, None
     while len(ends) < len(actors):
-        for rank in set(range(len(actors))) - set(ends):
-            try:
-                code, text = ray.get(actors[rank].poll.remote(len(output[rank])))
-            except ray.exceptions.RayError as error:
-                ends[rank] = RankEnd(3, f"lost its worker ({type(error).__name__})")
-                continue
-            output[rank] += text
-            if code is not None:
-                ends[rank] = RankEnd.of(code, output[rank].decode(errors="replace"))
-        printed += _print_lines(output[0][printed:], whole=0 in ends)
-        time.sleep(POLL_S / 4)
+        try:
+            for rank in set(range(len(actors))) - set(ends):
+                try:
+                    code, text = ray.get(actors[rank].poll.remote(len(output[rank])))
+                except ray.exceptions.RayError as error:
+                    ends[rank] = RankEnd(3, f"lost its worker ({type(error).__name__})")
+                    continue
+                output[rank] += text
+                if code is not None:
+                    ends[rank] = RankEnd.of(code, output[rank].decode(errors="replace"))
+            printed += _print_lines(output[0][printed:], whole=0 in ends)
+            time.sleep(POLL_S / 4)
+        except KeyboardInterrupt as error:
+            if request is not None:
+                raise
+            request = error
+            for actor in actors:
+                actor.stop.remote()
+    if request is not None:
+        raise request
     return [ends[rank] for rank in range(len(actors))]
 
 
