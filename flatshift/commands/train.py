@@ -143,9 +143,13 @@ def _run_on_cluster(flags: Flags, argv: list[str], overrides: Sequence[Branch]) 
         raise UserError("--on: a launcher (torchrun) has started this process as a rank; leave --on out")
     if out is None:
         raise UserError("--out is missing: with --on name a new directory on a disk that all nodes see")
-    from flatshift.experiments.studies.executors.ranks import train_on_cluster
+    from flatshift.experiments.studies.executors.ranks import check_same_run, train_on_cluster
 
-    resolved = _load_new_recipe(flags, overrides) if flags.resume is None else resume_recipe(out, overrides)
+    if flags.resume is not None:
+        resolved = resume_recipe(out, overrides)
+    else:
+        resolved = _load_new_recipe(flags, overrides)
+        check_same_run(out, resolved)
     command = ["train", *remove_flags(argv, _CLUSTER_FLAGS)]
     with pause_heartbeat():
         code = train_on_cluster(resolved, out, command, flags, flags.nodes)

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,15 +73,14 @@ class RankJob:
 
     def start(self, variables: Mapping[str, str], **options: Any) -> subprocess.Popen[bytes]:
         """Start one rank in a process. variables: of its rank. options: those of Popen."""
-        train, parent = self.cell.resolved.recipe.train, self.out.parent
-        # Listed, so that a network file system shows a run which began on another node. A launcher's restart continues
-        # such a run.
-        has_begun = self.out in list(parent.iterdir() if parent.is_dir() else ()) and (self.out / RECIPE).is_file()
+        # Listed, so that a network file system shows a run that began on another node.
+        has_begun = self.out in list(self.out.parent.iterdir()) and (self.out / RECIPE).is_file()
+        threads = self.cell.resolved.recipe.train.threads or self.resources.cpus
         environment = {
             **os.environ,
-            **dict.fromkeys(THREAD_VARIABLES, str(train.threads or self.resources.cpus)),
+            **dict.fromkeys(THREAD_VARIABLES, str(threads)),
             **variables,
-            "TORCHELASTIC_RESTART_COUNT": str(int(has_begun)),
+            "TORCHELASTIC_RESTART_COUNT": str(int(has_begun)),  # by which a rank resumes
             "FLATSHIFT_LAUNCHER": str(os.getpid()),
         }
         # Slurm's signal is for submitit, which asks rank 0 to stop; ranks would end by it.
@@ -126,8 +124,8 @@ def train_on_cluster(
 ) -> int:
     """Run `flatshift COMMAND` as the ranks of the recipe's mesh on the cluster of `--on`; return the exit code.
 
-    out: run directory; a run of the same recipe in it goes on. Raises UserError for another run in it, for no cluster,
-    and for a mesh or resources that it cannot hold; Interrupted once a rank was lost for the last time.
+    out: run directory; a run in it goes on. Raises UserError for no cluster, and for a mesh or resources that it cannot
+    hold; Interrupted once a rank was lost for the last time.
     """
     kind, place = parse_executor(options)
     recipe = resolved.recipe
@@ -138,8 +136,6 @@ def train_on_cluster(
     check_settings(RuleSettings.of(recipe))
     if nodes is not None and recipe.mesh.size % nodes:
         raise UserError(f"--nodes {nodes}: they cannot share the {recipe.mesh.size} ranks of the mesh evenly")
-    if "--resume" not in command:
-        _check_same_run(out, resolved)
     memory = None if options.memory is None else round(options.memory * 2**30)
     resources = Resources(options.cpus or 1, options.gpus, memory)
     cell = Cell("", {}, recipe.train.seed, resolved)
@@ -153,7 +149,7 @@ def train_on_cluster(
         return _restart_lost(lambda: _run_on_ray(ray, job), options.retries)
 
 
-def _check_same_run(out: Path, resolved: Resolved) -> None:
+def check_same_run(out: Path, resolved: Resolved) -> None:
     """Raise UserError if `out` holds anything but a run of this recipe; its mesh may be another."""
     if not (out / RECIPE).is_file():
         check_replaceable(out, resumable=True)
@@ -176,7 +172,14 @@ def _check_same_run(out: Path, resolved: Resolved) -> None:
 def _restart_lost(run: Callable[[], list[RankEnd]], retries: int) -> int:
     """Run all ranks, again if one is lost, and return the exit code. Raises Interrupted after the last time."""
     for left in range(retries, -1, -1):
-        ends = run()
+        try:
+            ends = run()
+        except UserError as error:
+            if left == retries:
+                raise
+            raise Interrupted(
+                f"{error}; the last checkpoint is kept, and the same command goes on from there"
+            ) from error
         if not any(end.code for end in ends):
             return 0
         rank, end = min(((r, end) for r, end in enumerate(ends) if end.code), key=lambda pair: pair[1].weight)
@@ -212,16 +215,12 @@ class RankProcess:
         """Return a sentence on what this worker lacks. inputs: `StudyInputs`, as plain values."""
         return StudyInputs(**inputs).problem(lambda: self._load().cell) or self._load().node_problem()
 
-    def place(self) -> tuple[str, str]:
-        """Return the node's id and address."""
+    def place(self) -> tuple[str, str, int]:
+        """Return the node's id and address, and a free port, which rank 0 inherits, so that nobody takes it."""
         import ray
 
-        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
-
-    def reserve_port(self) -> int:
-        """Bind a free port, which rank 0 inherits, so that nobody takes it in between."""
         self._port.bind(("", 0))
-        return int(self._port.getsockname()[1])
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), self._port.getsockname()[1]
 
     def start(self, variables: dict[str, str]) -> None:
         """Start the rank."""
@@ -295,27 +294,24 @@ def _run_actors(ray: Any, job: RankJob, actors: Sequence[Any]) -> list[RankEnd]:
     errors, inputs = ray.exceptions, vars(StudyInputs.of(job.cell))
     try:
         places = ray.get([actor.place.remote() for actor in actors])
-        first_on_node = {node: actor for (node, _), actor in zip(places, actors, strict=True)}
+        first_on_node = {node: actor for (node, *_), actor in zip(places, actors, strict=True)}
         problems = ray.get([actor.problem.remote(inputs) for actor in first_on_node.values()])
-    except errors.RayTaskError as error:
+    except errors.RayError as error:
+        if not isinstance(error, errors.RayTaskError) and "creation task" not in str(error):
+            return [RankEnd(3, f"lost its worker ({type(error).__name__})")]
         reason = str(error).strip().rpartition("\n")[2]
         raise UserError(
             f"a Ray worker cannot run a rank: {reason}; install the same flatshift on every node"
         ) from error
-    except errors.RayError as error:
-        return [RankEnd(3, f"lost its worker ({type(error).__name__})")]
     if problem := next(filter(None, problems), None):
         raise UserError(problem)
     # The ranks of a node follow each other, so that the last axes of the mesh stay inside it.
-    actors = [actor for _, actor in sorted(zip(places, actors, strict=True), key=lambda pair: pair[0])]
-    on_node = Counter(node for node, _ in places)
-    (_, address), port = sorted(places)[0], ray.get(actors[0].reserve_port.remote())
+    pairs = sorted(zip(places, actors, strict=True), key=lambda pair: pair[0])
+    _, address, port = pairs[0][0]
     common = {"WORLD_SIZE": str(job.size), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
-    for rank, (actor, (node, _)) in enumerate(zip(actors, sorted(places), strict=True)):
-        # An actor sees no device but its own.
-        own = {"RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(on_node[node])}
-        actor.start.remote({**common, **own})
-    return _await_ends(ray, actors)
+    for rank, (_, actor) in enumerate(pairs):
+        actor.start.remote({**common, "RANK": str(rank), "LOCAL_RANK": "0"})  # it sees no device but its own
+    return _await_ends(ray, [actor for _, actor in pairs])
 
 
 def _await_ends(ray: Any, actors: Sequence[Any]) -> list[RankEnd]:
@@ -415,19 +411,19 @@ class SlurmRanks:
         make_directory(self._folder)
         job = self._earlier_job() or self._submit()
         write_json(self._folder / _JOB, {"job": job.job_id})
-        log, printed = Path(job.task(0).paths.stderr), 0
+        tasks = [job.task(rank) for rank in range(self._job.size)]
+        log, printed, done = tasks[0].paths.stderr, 0, False
         try:
-            done = False
             while not done:
                 time.sleep(POLL_S)
                 done = job.done()
                 output = log.read_bytes()[printed:] if log.is_file() else b""
                 printed += _print_lines(output, whole=done)
-                self._check_nodes(job)
+                ends = [self._read_end(task) for task in tasks if done or task.paths.result_pickle.exists()]
         except (KeyboardInterrupt, UserError):
             job.cancel(check=False)
             raise
-        return [self._read_end(job.task(rank)) for rank in range(self._job.size)]
+        return ends
 
     def _earlier_job(self) -> Any:
         file = self._folder / _JOB
@@ -464,31 +460,17 @@ class SlurmRanks:
             **parameters,
         )
 
-    def _check_nodes(self, job: Any) -> None:
-        """Raise UserError if a node cannot run its ranks."""
-        for rank in range(self._job.size):
-            task = job.task(rank)
-            if not task.paths.result_pickle.exists():
-                continue
+    def _read_end(self, task: Any) -> RankEnd:
+        """Return the end of a rank, code 3 if it left no result. Raises UserError if its node cannot run it."""
+        result, log = 3, task.paths.stderr
+        if task.paths.result_pickle.exists():
             try:
                 result = task.result()
             except self._submitit.core.utils.FailedJobError as error:
-                if "checkpoint function returned None" not in str(error):
-                    lines = [line for line in str(error).splitlines() if line.strip("- ")]
-                    raise UserError(
-                        f"--on slurm: a node cannot run a rank: {lines[-2]}; its log: {task.paths.stderr}"
-                    ) from error
-            else:
-                if isinstance(result, str):
-                    raise UserError(result)
-
-    def _read_end(self, task: Any) -> RankEnd:
-        if task.paths.result_pickle.exists():
-            try:
-                code = task.result()
-            except self._submitit.core.utils.UncompletedJobError:
-                return RankEnd(3, f"made no step in {self._minutes} minutes (give it a longer --time)")
-        else:
-            code = 3
-        log = task.paths.stderr
-        return RankEnd.of(code, log.read_text(encoding="utf-8", errors="replace") if log.is_file() else "")
+                if "checkpoint function returned None" in str(error):
+                    return RankEnd(3, f"made no step in {self._minutes} minutes (give it a longer --time)")
+                reason = str(error).partition("\n----------------------\nYou can check")[0].strip().rpartition("\n")[2]
+                raise UserError(f"--on slurm: a node cannot run a rank: {reason}; its log is {log}") from error
+        if isinstance(result, str):
+            raise UserError(result)
+        return RankEnd.of(result, log.read_text(encoding="utf-8", errors="replace") if log.is_file() else "")

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from flatshift.experiments.studies import executors
 from flatshift.experiments.studies.cell import Cell
 from flatshift.experiments.studies.executors import Resources
 from flatshift.experiments.studies.executors.ranks import RankEnd, RankJob, SlurmRanks, _restart_lost
-from flatshift.finetune.errors import Interrupted
+from flatshift.finetune.errors import Interrupted, UserError
 from tests.support import stand_in_slurm
 from tests.support.patience import HANG_S
 
@@ -213,6 +213,57 @@ def test_what_a_cluster_cannot_do_is_one_sentence(
         assert re.search(r"rows\.jsonl on \S+ differs from the command's", refusal("--data", str(rows)))
 
 
+@pytest.mark.slow  # a cluster of its own, with another tree
+def test_a_worker_without_this_code_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    (tmp_path / "tree" / "flatshift").mkdir(parents=True)
+    (tmp_path / "tree" / "flatshift" / "__init__.py").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("PYTHONPATH", str(tmp_path / "tree"))
+        patch.chdir(tmp_path)
+        node: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False}
+        cluster = Cluster(initialize_head=True, head_node_args=node)
+        try:
+            assert run(words(tmp_path / "out", "--on", f"ray:{cluster.address}")) == 2
+        finally:
+            cluster.shutdown()
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert re.search(r"a Ray worker cannot run a rank: ModuleNotFoundError.*install the same flatshift", error), error
+
+
+@pytest.mark.slow  # a cluster of its own, which loses a node
+def test_a_lost_node_is_replaced_or_the_same_command_goes_on(here: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    out = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("PYTHONPATH", str(ROOT))
+        node: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 << 20, "memory": 4 << 30}
+        head = {**node, "num_cpus": 0, "include_dashboard": False}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        try:
+            nodes = [cluster.add_node(**node) for _ in range(3)]
+            on = ("--on", f"ray:{cluster.address}", "--retries", "2")
+            command = start(out, *on)
+            wait_for(lambda: last_step(out) >= 2, command)
+            for lost in nodes[:2]:  # of three, so at least one rank is lost
+                cluster.remove_node(lost)
+            errors = command.communicate(timeout=HANG_S)[1]
+            assert command.returncode == 3, errors
+            assert "the Ray cluster room for 1; take a smaller mesh" in errors and "the same command goes on" in errors
+            cluster.add_node(**node)
+            finish(start(out, *on))
+        finally:
+            cluster.shutdown()
+    assert "continues after step" in (out / "log.txt").read_text(encoding="utf-8")
+    check_equal(out, here)
+
+
 # ------------------------------------------------------------------------------------------- Slurm
 
 
@@ -270,6 +321,22 @@ def test_submitit_runs_ranks_on_this_machine(here: Path, tmp_path: Path, monkeyp
     ends = SlurmRanks(make_job(out), minutes=60, cluster="local").run()
     assert [end.code for end in ends] == [0, 0]
     check_equal(out, here)
+
+
+class Broken(RankJob):
+    """Ranks that cannot be started."""
+
+    def start(self, variables: Mapping[str, str], **options: Any) -> subprocess.Popen[bytes]:
+        raise RuntimeError("no process")
+
+
+@pytest.mark.slow
+def test_a_job_that_cannot_start_a_rank_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("submitit")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    job = Broken(**vars(make_job(tmp_path / "run")))
+    with pytest.raises(UserError, match=r"a node cannot run a rank: RuntimeError: no process; its log is .*log\.err$"):
+        SlurmRanks(job, minutes=60, cluster="local").run()
 
 
 def test_what_slurm_refuses_is_one_sentence(
