@@ -50,23 +50,9 @@ class Flags(ExecutorOptions):
     them."""
     json: bool = False
     """Print eval.json when done."""
-    on: str = "local"
-    """local: ranks of the mesh are processes of this machine; ray[:HOST:PORT]: actors of a Ray cluster;
-    slurm[:PARTITION]: tasks of a Slurm job. --out is then on a disk that all nodes see, and the same command goes on
-    after a loss."""
     nodes: int | None = None
-    """Nodes that share the ranks evenly (--on ray or slurm); by default as Ray packs them, and 1 of Slurm."""
-    cpus: int | None = None
-    """CPUs, and threads, of a rank (--on ray or slurm); 1 by default."""
-    gpus: int | None = None
-    """GPUs of a rank (--on ray or slurm); by default 1 if train.device is cuda, else 0."""
-    memory: float | None = None
-    """GiB of memory of a rank (--on ray or slurm); by default the most that `flatshift plan` predicts, if this machine
-    was calibrated (`flatshift plan --calibrate`)."""
-    time: int | None = None
-    """Minutes after which Slurm requeues the job, which goes on from a checkpoint (--on slurm); 60 by default."""
-    retries: int = 1
-    """Times that all ranks start again after one was lost (--on ray or slurm)."""
+    """Nodes that share the ranks of the mesh evenly (--on ray or slurm); by default one of Slurm, and as few as Ray
+    can take."""
 
 
 _CLUSTER_FLAGS = ("nodes", *(field.name for field in dataclasses.fields(ExecutorOptions)))

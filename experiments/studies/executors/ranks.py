@@ -249,11 +249,7 @@ def _run_on_ray(ray: Any, job: RankJob) -> list[RankEnd]:
     from ray.util import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    needs: dict[str, float] = {"CPU": job.resources.cpus}
-    if gpus := job.resources.count_gpus(job.cell):
-        needs["GPU"] = gpus
-    if (memory := job.resources.memory_bytes(job.cell)) is not None:
-        needs["memory"] = memory
+    needs = job.resources.requests(job.cell)
     share = 1 if job.nodes is None else job.size // job.nodes
     bundles = [{name: amount * share for name, amount in needs.items()}] * (job.size // share)
     _check_room(count_room(ray, needs, "rank"), job, share)
@@ -405,12 +401,13 @@ class SlurmRanks:
         self._submitit = slurm_jobs.load_submitit(cluster)
         self._job, self._minutes, self._partition, self._cluster = job, minutes, partition, cluster
         self._folder = job.out.with_name(f"{job.out.name}.slurm")
+        self._settings = [*job.command, *map(str, (job.nodes, job.resources, minutes, partition))]
 
     def run(self) -> list[RankEnd]:
         """Run all ranks once, or wait for the job that a killed command has left."""
         make_directory(self._folder)
         job = self._earlier_job() or self._submit()
-        write_json(self._folder / _JOB, {"job": job.job_id})
+        write_json(self._folder / _JOB, {"job": job.job_id, "settings": self._settings})
         tasks = [job.task(rank) for rank in range(self._job.size)]
         log, printed, done = tasks[0].paths.stderr, 0, False
         try:
@@ -429,9 +426,16 @@ class SlurmRanks:
         file = self._folder / _JOB
         if self._cluster != "slurm" or not file.is_file():
             return None
-        name = str(read_json_object(file, fix="delete it")["job"])
-        job = self._submitit.SlurmJob(self._folder, name, tasks=list(range(self._job.size)))
-        return job if slurm_jobs.is_pending(job) else None
+        record = read_json_object(file, fix="delete it")
+        job = self._submitit.SlurmJob(self._folder, record["job"], tasks=list(range(self._job.size)))
+        if not slurm_jobs.is_pending(job):
+            return None
+        if record["settings"] != self._settings:
+            raise UserError(
+                f"--on slurm: job {job.job_id} of another command is at work on {self._job.out}; wait for it, or "
+                f"`scancel {job.job_id}`"
+            )
+        return job
 
     def _submit(self) -> Any:
         job, resources = self._job, self._job.resources

@@ -95,22 +95,14 @@ class RayExecutor(Executor):
 
     def open(self, out: Path, cells: Sequence[Cell], run: RunCell, rerun: Collection[str]) -> None:
         super().open(out, cells, run, rerun)
-        for needs in dict.fromkeys(tuple(self._needs(cell).items()) for cell in cells):
+        for needs in dict.fromkeys(tuple(self._resources.requests(cell).items()) for cell in cells):
             count_room(self._ray, dict(needs), "cell")
-
-    def _needs(self, cell: Cell) -> dict[str, float]:
-        needs: dict[str, float] = {"CPU": self._resources.cpus}
-        if gpus := self._resources.count_gpus(cell):
-            needs["GPU"] = gpus
-        if (memory := self._resources.memory_bytes(cell)) is not None:
-            needs["memory"] = memory
-        return needs
 
     def submit(self, cell: Cell) -> None:
         self._waiting.append(cell)
 
     def _start(self, cell: Cell) -> None:
-        needs = self._needs(cell)
+        needs = self._resources.requests(cell)
         task = self._ray.remote(run_remote_cell).options(
             name=f"cell {cell.key}",
             num_cpus=needs["CPU"],

@@ -269,7 +269,7 @@ def test_a_lost_node_is_replaced_or_the_same_command_goes_on(here: Path, tmp_pat
 
 @pytest.mark.slow
 def test_a_job_of_slurm_is_put_back_before_its_limit_and_waited_for_by_the_same_command(
-    slurm: Path, here: Path, tmp_path: Path
+    slurm: Path, here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
     on = ("--on", "slurm:gpu", "--nodes", "2", "--cpus", "1", "--memory", "1.5", "--gpus", "0", "--time", "90")
@@ -277,6 +277,8 @@ def test_a_job_of_slurm_is_put_back_before_its_limit_and_waited_for_by_the_same_
     wait_for(lambda: last_step(out) >= 4, command)
     os.killpg(command.pid, signal.SIGKILL)
     command.communicate()
+    assert run(words(out, *on[:-1], "91")) == 2
+    assert f"job 100 of another command is at work on {out}; wait for it" in capsys.readouterr().err
     command = start(out, *on)
     for task in (1, 0):  # Slurm signals every process of a job's step
         step = int((slurm / "state" / f"100.step.{task}").read_text())
