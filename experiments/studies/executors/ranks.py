@@ -124,8 +124,8 @@ def train_on_cluster(
 ) -> int:
     """Run `flatshift COMMAND` as the ranks of the recipe's mesh on the cluster of `--on`; return the exit code.
 
-    out: run directory; a run in it goes on. Raises UserError for no cluster, and for a mesh or resources that it cannot
-    hold; Interrupted once a rank was lost for the last time.
+    out: run directory; a run in it continues. Raises UserError for no cluster, and for a mesh or resources that it
+    cannot hold; Interrupted once a rank was lost for the last time.
     """
     kind, place = parse_executor(options)
     recipe = resolved.recipe
