@@ -26,7 +26,7 @@ from flatshift.finetune import atomic
 from flatshift.finetune.digests import DONE, check_files
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.metrics import find_metric, sort_for_headline
-from flatshift.finetune.run_directory import RECIPE, drop_rolled_back, parse_metrics_line
+from flatshift.finetune.run_directory import COMMAND, RECIPE, drop_rolled_back, parse_metrics_line
 from flatshift.finetune.tasks import KINDS, BaseTask
 
 _FILES = (
@@ -34,6 +34,8 @@ _FILES = (
     "evaluation.json", "tokenizers.json",
 )  # fmt: skip
 """Files of which a directory that can be shown has at least one (or `cells`)."""
+_OF_COMMANDS = (COMMAND, RECIPE, MARKER, "report.html")
+"""Files of which a directory that a command made has at least one."""
 _INNER_FOLDERS = {"cells", "runs", "stages", "selection"}
 """Folders that are never opened as runs: they belong to the run, sweep or comparison above them."""
 _MAX_RECORDS = 1000  # selected records listed on a page
@@ -163,7 +165,7 @@ class RunResults:
         tree = _check_eval(self.path / "cold.json", read_object(self.path / "cold.json"))
         rows = read_predictions(self.path, "cold.parquet") if tree else {}
         return {
-            split: RunEvaluation(metrics, rows.get(split), self.split_evaluation(split).digest)
+            split: RunEvaluation(metrics, rows.get(split), self.split_evaluation(split).digest, self._loss_settings)
             for split, metrics in tree.items()
         }
 
@@ -174,7 +176,19 @@ class RunResults:
         files = set(settings.get("files") or ()) if isinstance(settings, dict) else set()
         inputs = [i for i in self.manifest.get("inputs", ()) if isinstance(i, dict) and i.get("path") in files]
         digest = ",".join(str(i.get("sha256")) for i in inputs)
-        return RunEvaluation(self.eval.get(split, {}), self.predictions.get(split), digest)
+        return RunEvaluation(self.eval.get(split, {}), self.predictions.get(split), digest, self._loss_settings)
+
+    @property
+    def _loss_settings(self) -> tuple[Any, ...]:
+        """Return the kind of task with its form of the loss, and the tokenizer's digest unless whole rows are
+        predicted."""
+        task, backbone = self.recipe.get("task"), self.manifest.get("backbone")
+        if not isinstance(task, dict):
+            return ()
+        whole_rows = KINDS.get(str(task.get("kind")), BaseTask).traits.is_sequence_level
+        files = backbone.get("files") if isinstance(backbone, dict) and not whole_rows else None
+        tokenizer = files.get("tokenizer.json") if isinstance(files, dict) else None
+        return task.get("kind"), task.get("loss"), bool(task.get("multi")), tokenizer
 
     @cached_property
     def sharpness(self) -> dict[str, Any]:
@@ -443,7 +457,7 @@ def list_directories(folder: Path) -> list[DirectoryEntry]:
 
 
 def _iter_runs(folder: Path, depth: int) -> Iterator[Path]:
-    if is_run(folder):
+    if is_run(folder) and any((folder / name).is_file() for name in _OF_COMMANDS):
         yield folder
     elif depth:
         skipped = _INNER_FOLDERS | {"adapter", "state", "plots", "initial"}
@@ -455,7 +469,8 @@ def _iter_runs(folder: Path, depth: int) -> Iterator[Path]:
 def _run_entry(run: RunResults, name: str) -> DirectoryEntry:
     created = str(run.environment.get("created") or run.manifest.get("created") or "") or _modified_time(run.path)
     date = created.replace("+00:00", "Z")
-    for kind, present in {"comparison": run.comparison, "evaluation": run.evaluation}.items():
+    documents = {"comparison": run.comparison, "evaluation": run.evaluation, "tokenizers": run.tokenizers}
+    for kind, present in documents.items():
         if present:
             return DirectoryEntry(name, kind, "finished", date=date)
     if (run.path / MARKER).is_file() or (run.path / "cells").is_dir():

@@ -6,12 +6,12 @@ from __future__ import annotations
 import dataclasses
 import gc
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from flatshift.experiments.data.sources import sample_train_for_eval
+from flatshift.experiments.data.sources import iter_source_rows, list_source_files, sample_train_for_eval
 from flatshift.experiments.data.splits import PreparedData, read_splits
 from flatshift.experiments.recipe.schema import Recipe, warm_up_task
 from flatshift.experiments.run.console import Console
@@ -21,7 +21,7 @@ from flatshift.finetune.compute.cuda_status import resolve_device
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.example import IGNORE, Example
-from flatshift.finetune.data.rows import limit_rows
+from flatshift.finetune.data.rows import Row, limit_rows
 from flatshift.finetune.digests import adapter_digest, record_digest
 from flatshift.finetune.evaluate.evaluator import evaluate
 from flatshift.finetune.evaluate.metrics import find_metric
@@ -160,7 +160,8 @@ def evaluate_splits(
             )  # fmt: skip
             table = None
             if predictions is not None and split != "train" and engine.is_main:
-                table = build_predictions_table(split, columns | {"text": decode_examples(examples, tokenizer)})
+                texts = describe_examples(recipe, examples, tokenizer, _iter_split_rows(recipe, split))
+                table = build_predictions_table(split, columns | {"text": texts})
             if finished is not None:
                 finished.add(split, result[split], table)
         console.say(f"{split}: {', '.join(format_metrics(result[split]))}")
@@ -244,9 +245,27 @@ def format_example_places(examples: Sequence[Example]) -> list[str]:
     return [example.where.rpartition("/")[2] for example in examples]
 
 
-def decode_examples(examples: Sequence[Example], tokenizer: Any) -> list[str | None]:
-    """Return the text that the model reads of each of the first examples, up to the answer if there is one."""
+def _iter_split_rows(recipe: Recipe, split: str) -> Iterator[Row]:
+    """Yield the rows of a split's files, or those that it was held out of."""
+    sources = list_source_files(recipe.data)
+    own = sources["test" if split == "test" else "dev"] or sources["train"]
+    yield from iter_source_rows(recipe.data, recipe.task, own, [], skipped=[])
+
+
+def describe_examples(
+    recipe: Recipe, examples: Sequence[Example], tokenizer: Any, rows: Iterable[Row]
+) -> list[str | None]:
+    """Return the text of each of the first examples: what the model reads up to the answer, if there is one, and of
+    whole rows the text in `rows`, which a tokenizer may lower."""
     texts: list[str | None] = [None] * len(examples)
+    if recipe.task.traits.is_sequence_level:
+        indices = {example.where: index for index, example in enumerate(examples[:MAX_TEXTS])}
+        for row in rows:
+            if (index := indices.pop(row.where, None)) is not None:
+                texts[index] = shorten_text(" ".join(row.values[n] for n in ("text", "text2") if row.values.get(n)))
+            if not indices:
+                break
+        return texts
     for index, example in enumerate(examples[:MAX_TEXTS]):
         ids, labels = example.input_ids, example.labels
         if example.prompt is not None:

@@ -43,6 +43,7 @@ from flatshift.finetune.planner.throughput import find_device
 from flatshift.finetune.run_directory import RunDirectory
 from flatshift.finetune.seeds import derive_seed
 from flatshift.finetune.tasks import Task
+from flatshift.finetune.train.checkpointer import resume_step
 from flatshift.finetune.train.peak_memory import PlannedStep
 from flatshift.finetune.train.schedule import Schedule
 from flatshift.finetune.train.stage import StageResult, TrainingStage, check_length
@@ -199,6 +200,7 @@ def open_stage(context: RunContext, plan: StagePlan) -> Iterator[OpenStage]:
         save_initial_adapter(path, recipe, engine, console.say)
     settings = _build_training_stage(context, plan, engine, tokenizer)
     with console.task(plan.name, plan.train.steps, "steps") as bar:
+        bar(resume_step(context.run.state, stage=plan.name))
         settings = dataclasses.replace(settings, on_step=_make_step_callback(context, plan, bar))
         stage = OpenStage(adapter, Trainer(engine, tokenizer, settings))
         yield stage
@@ -326,8 +328,10 @@ def _report_plan(
         if planned is not None and planned.seconds is not None:
             cuda = engine.device.type == "cuda"
             basis = "of the longest rows, by the model of `flatshift plan`" if cuda else "one row was timed"
-            count = "one step" if train.steps == 1 else f"{train.steps:,} steps"
-            step, total = (format_duration(n * planned.seconds) for n in (1, train.steps))
+            before = resume_step(context.run.state, stage=plan.name)
+            steps = train.steps - before
+            count = ("one step" if steps == 1 else f"{steps:,} steps") + (f" after {before:,}" if before else "")
+            step, total = (format_duration(n * planned.seconds) for n in (1, steps))
             time_lines = [f"  about {total}: {count} of {step}, {basis}"]
     context.console.outline([*condense_plan(memory_lines), *time_lines], [*memory_lines, *time_lines])
     return planned

@@ -80,7 +80,9 @@ def build_document(
         raise UserError(f"--trained: no row has {group_by or 'a --group-by column'} {unknown[0]!r}")
     references = _find_references(subjects)
     tokenizers = {s.name: open_backbone(s.recipe.backbone).text_digests.get("tokenizer.json") for s in subjects}
+    tasks = {s.name: (s.recipe.task.name, s.recipe.task.squares) for s in subjects}
     unlike_tokenizers = {(name, base) for name, base in references.items() if tokenizers[name] != tokenizers[base]}
+    unlike_losses = unlike_tokenizers | {(n, base) for n, base in references.items() if tasks[n] != tasks[base]}
     pairs = {f"{name} − {base}": (name, base) for name, base in references.items()}
 
     def average(
@@ -96,7 +98,7 @@ def build_document(
             for members in chosen
         ]
         base_figures = None if base is None else results.align(name, base, split)
-        incomparable = {"fertility"} | ({"loss", "perplexity"} if (name, base) in unlike_tokenizers else set())
+        incomparable = {"fertility"} | ({"loss", "perplexity"} if (name, base) in unlike_losses else set())
         config = subjects[0].recipe.eval
         seed = derive_seed(subjects[0].recipe.train.seed, "bootstrap", split)
         averages = {}

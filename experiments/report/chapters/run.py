@@ -32,7 +32,18 @@ def part(run: RunResults) -> ChapterPart | None:
     if not (run.metrics.lines or run.eval or run.stages):
         return None
     sections = [*_evaluation_sections(run), _data_section(run), *training_sections(run)]
-    return ChapterPart("training run", [_finding(run)], _tiles(run), sections)
+    return ChapterPart("training run", [_finding(run)], _tiles(run), sections, _evaluation_facts(run))
+
+
+def _evaluation_facts(run: RunResults) -> list[tuple[str, str]]:
+    """Name the files of each split that was evaluated."""
+    data = run.recipe.get("data")
+    splits = {split: data.get(split) for split in ("test", "dev") if split in run.eval} if isinstance(data, dict) else {}
+    files = {split: block.get("files") if isinstance(block, dict) else None for split, block in splits.items()}
+    return [
+        (f"{split} rows", ", ".join(map(str, names)) if names else "held out of the training files")
+        for split, names in files.items()
+    ]
 
 
 def _finding(run: RunResults) -> str:
@@ -232,6 +243,6 @@ def _incident_notes(run: RunResults) -> list[str]:
                 )
         rates = done.get("rates")
         if isinstance(rates, dict) and (text := format_throughput(rates)):
-            hfu = f", HFU {100 * rates['hfu']:.0f} %" if "hfu" in rates else ""
+            hfu = f", {100 * rates['hfu']:.0f} % with recomputation" if "hfu" in rates else ""
             notes.append(f"{stage}: {text}{hfu} (of the last attempt, without its first step).")
     return notes
