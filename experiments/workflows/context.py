@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -142,7 +143,7 @@ def _resolve_peak_tflops(recipe: Recipe, world: ProcessMesh, console: Console) -
 
 
 LABEL_NOISE = "label_noise.json"
-_FEW_STEPS = 10
+_FEW_STEPS, _MANY_EPOCHS = 10, 20
 """Below this number of steps a packed run says why it has so few."""
 _COUNTED_STEPS = 5
 """Updates whose tokens are counted for an estimate of time."""
@@ -253,6 +254,11 @@ def _build_training_stage(context: RunContext, plan: StagePlan, engine: Engine, 
     epochs = count_source_epochs(batches, prepared.mixture, train.steps)
     for line in format_source_epochs(epochs, train.steps, approximate=batches.packed):
         log(line)
+    total = sum(source["drawn"] for source in epochs) / sum(source["examples"] for source in epochs)
+    if total > _MANY_EPOCHS and not context.cell and recipe.sweep is None:
+        setting = "train.steps" if is_last else "warmup.steps"
+        steps = math.ceil(3 * train.steps / total)
+        log(f"warning: {total:.0f} epochs mostly memorise the rows; 3 epochs are --{setting} {steps:,}")
     if batches.packed and train.steps < _FEW_STEPS:
         log(
             f"note: a packed row holds several of yours, so this is {train.steps} optimizer step"
