@@ -31,7 +31,10 @@ _SAME = {
     "eval_steps": "train.eval_every",
     "early_stopping_patience": "train.patience",
     "early_stopping_steps": "train.patience",
+    "lora_alpha": "adapter.alpha",
     "lora_dropout": "adapter.dropout",
+    "lora_model_dir": "adapter.start",
+    "adapter_name_or_path": "adapter.start",
     "torch_compile": "train.compile",
 }
 """Keys of both tools, and the setting that takes their value."""
@@ -42,29 +45,25 @@ _AXOLOTL = {
     "eval_batch_size": "eval.batch_size",
     "sample_packing": "task.pack",
     "lora_r": "adapter.rank",
-    "lora_alpha": "adapter.alpha",
     "lora_modules_to_save": "adapter.train_whole",
     "peft_use_rslora": "adapter.rslora",
     "peft_use_dora": "adapter.dora",
     "rl_beta": "task.beta",
-    "val_set_size": "data.holdout",
 }
 _FACTORY = {
     "model_name_or_path": "backbone",
     "cutoff_len": "train.max_length",
     "per_device_train_batch_size": "train.batch_size",
     "per_device_eval_batch_size": "eval.batch_size",
-    "max_samples": "data.train.first",
     "lora_rank": "adapter.rank",
     "use_rslora": "adapter.rslora",
     "use_dora": "adapter.dora",
     "pref_beta": "task.beta",
-    "val_size": "data.holdout",
 }
 _FULL = "full fine-tuning has no counterpart: a LoRA adapter is trained"
 _OPTIMIZERS = {
     **{name: {"optimizer.kind": "adamw"} for name in ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw")},
-    **{name: {"optimizer.kind": "adamw-8bit"} for name in ("adamw_bnb_8bit", "adamw_8bit")},
+    **{name: {"optimizer.kind": "adamw-8bit"} for name in ("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit")},
     "paged_adamw_32bit": {"optimizer.kind": "paged-adamw"},
     "paged_adamw_8bit": {"optimizer.kind": "paged-adamw-8bit"},
 }
@@ -79,7 +78,6 @@ _CHOICES: dict[str, _Choices] = {
     "lr_scheduler_type": _SCHEDULES,
     "bf16": {"auto": {}, True: {"train.precision": "bf16"}, False: {}},
     "fp16": {"auto": {}, True: {"train.precision": "fp16"}, False: {}},
-    "tf32": {"auto": {}, False: {}},
     "load_in_4bit": {True: {"train.quantization": "nf4-double"}, False: {}},
     "load_in_8bit": {True: {"train.quantization": "int8"}, False: {}},
     "quantization_bit": {4: {"train.quantization": "nf4-double"}, 8: {"train.quantization": "int8"}},
@@ -114,15 +112,21 @@ _NOTES = {
     **dict.fromkeys(("dataset_prepared_path", "overwrite_cache", "preprocessing_num_workers", "dataset_processes",
                      "dataloader_num_workers"), "rows are encoded as they are read, and cached by content"),
     **dict.fromkeys(("model_type", "tokenizer_type", "strict", "trust_remote_code"), "the backbone's files decide"),
-    **dict.fromkeys(("do_train", "do_eval", "ddp_timeout", "pad_to_sequence_len"), "not needed"),
+    **dict.fromkeys(("do_train", "do_eval", "ddp_timeout", "pad_to_sequence_len", "gradient_checkpointing_kwargs",
+                     "ddp_find_unused_parameters", "low_cpu_mem_usage", "remove_unused_columns"), "not needed"),
+    **dict.fromkeys(("saves_per_epoch", "save_only_model", "auto_resume_from_checkpoints"),
+                    "a run resumes exactly from its newest checkpoint, one every train.save_every steps"),
+    **dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "liger_rope", "liger_rms_norm",
+                     "liger_glu_activation", "liger_layer_norm", "liger_fused_linear_cross_entropy"),
+                    "kernels are chosen by the device"),
+    "tf32": "train.tf32 is for train.precision: fp32",
+    "eval_sample_packing": "evaluation pads rows instead",
     "template": "the tokenizer's own template is taken (task.template: auto)",
     "dataset_dir": "its dataset_info.json was read",
 }  # fmt: skip
 _HINTS = {
-    "tf32": "train.tf32 goes with train.precision: fp32",
     "save_strategy": "train.save_every counts steps",
     "finetuning_type": _FULL,
-    "saves_per_epoch": "train.save_every counts steps",
     "warmup_steps": "optimizer.warmup is a fraction of the steps, which are not known here",
     "deepspeed": "set mesh.dp to the number of devices",
     "fsdp": "set mesh.dp to the number of devices",
@@ -137,6 +141,17 @@ _TYPES = {
     "pretrain": "language-model",
 }
 """Types of an axolotl data set, and the recipe to extend."""
+_READ_NAMES: dict[str, set[Any]] = {
+    "field_messages": {"prompt", "conversations"},
+    "field_chosen": {"chosen"},
+    "field_rejected": {"rejected"},
+    "message_field_role": {"role", "from"},
+    "message_field_content": {"content", "value"},
+    "message_property_mappings": {"role", "from", "content", "value"},
+    "roles": {"system", "user", "human", "assistant", "gpt", "tool"},
+    "roles_to_train": {"assistant", "gpt"},
+}
+"""Keys of an axolotl data set, and their values that need no setting (`field_messages`: of pairs of answers)."""
 _COMMON = {
     "extends": "chat",
     "train.epochs": 1,
@@ -234,6 +249,7 @@ def translate_recipe(file: Path) -> Translated:
             _translate_key(translation, key, child, _SAME | same)
     if tool == "axolotl" and translation.value("adapter") is None:
         translation.unknown.append(f"{file}:1: adapter is not set ({_FULL})")
+    _settle_packing(translation)
     settings = translation.settings
     base = to_python(settings)["extends"]
     resolve_tree(apply_overrides(recipe_tree(base), [settings]), (), name=file.stem)
@@ -278,12 +294,36 @@ def _steps(translation: _Translation, key: str, tree: Tree) -> None:
 
 def _warmup_steps(translation: _Translation, key: str, tree: Tree) -> None:
     warmup = to_python(tree)
-    if warmup == 0:
-        translation.set({"optimizer.warmup": 0.0}, tree.location)
+    if isinstance(warmup, int | float) and 0 <= warmup < 1:  # a fraction already
+        translation.set({"optimizer.warmup": float(warmup)}, tree.location)
     elif isinstance(warmup, int) and translation.steps is not None:
         translation.set({"optimizer.warmup": warmup / translation.steps}, tree.location)
     else:
         translation.reject(key, tree)
+
+
+def _samples(translation: _Translation, key: str, tree: Tree) -> None:
+    translation.set({"data.train.first": to_python(tree)}, tree.location)
+    translation.notes.append(f"{key}: data.train.first is refused above the number of rows; leave it out then")
+
+
+def _settle_packing(translation: _Translation) -> None:
+    """Leave packing out where rows are pairs of answers; LLaMA-Factory packs plain text if nothing is said."""
+    task = translation.settings.children.get("task")
+    base = to_python(translation.settings)["extends"]
+    if base == "preference" and isinstance(task, Branch) and (pack := task.children.pop("pack", None)) is not None:
+        if to_python(pack):
+            translation.notes.append("packing: pairs of answers are not packed")
+    elif base == "language-model" and translation.value("stage") == "pt" and "packing" not in translation.keys.children:
+        translation.set({"task.pack": True}, "LLaMA-Factory's default of stage: pt")
+
+
+def _holdout(translation: _Translation, key: str, tree: Tree) -> None:
+    share = to_python(tree)
+    if isinstance(share, int | float) and share < 1:
+        translation.set({"data.holdout": share}, tree.location)
+    else:
+        translation.reject(key, tree, "data.holdout is a share of the rows")
 
 
 def _evaluations(translation: _Translation, key: str, tree: Tree) -> None:
@@ -347,10 +387,15 @@ def _datasets(translation: _Translation, key: str, tree: Tree) -> None:
         known = item.children if isinstance(item, Branch) else {}
         values = {name: to_python(child) for name, child in known.items()}
         names += _dataset_names(values)
+        is_paired = translation.value("rl") is not None
+        own = _READ_NAMES | ({"type": {"chat_template.default", *_TYPES}} if is_paired else {"field_messages": {None}})
         for name, child in known.items():
+            if name in own and set(_flatten(values[name])) <= own[name]:
+                continue
             if name == "type" and values[name] in _TYPES:
-                if translation.value("rl") is None:
-                    translation.set({"extends": _TYPES[values[name]]}, child.location)
+                translation.set({"extends": _TYPES[values[name]]}, child.location)
+            elif name == "field_messages" and is_paired:
+                translation.reject(f"{key}.{name}", child, "rename the column to prompt")
             elif name == "field_messages":
                 translation.set({"data.columns.messages": values[name]}, child.location)
             elif name == "field":
@@ -358,6 +403,12 @@ def _datasets(translation: _Translation, key: str, tree: Tree) -> None:
             elif name not in ("path", "data_files", "name", "split", "ds_type") and values[name] is not None:
                 translation.reject(f"{key}.{name}", child)
     translation.set({"data.train.files" if key == "datasets" else "data.dev.files": names}, tree.location)
+
+
+def _flatten(value: Any) -> list[Any]:
+    """Return the values in lists and mappings of any depth."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return [value] if parts is None else [inner for part in parts for inner in _flatten(part)]
 
 
 def _dataset_names(values: Mapping[str, Any]) -> list[str]:
@@ -391,7 +442,9 @@ def _named_datasets(translation: _Translation, key: str, tree: Tree) -> None:
             )
         else:
             translation.reject(key, tree, f"{index} names no file or hub data set of {name}")
-        if "columns" in entry:
+        if "messages" in entry.get("columns", {}) and translation.value("stage") == "kto":
+            translation.reject(key, tree, f"{name}: kto reads the columns prompt, completion and label")
+        elif "columns" in entry:
             translation.notes.append(f"{name}: columns are recognised by their names, else set data.columns")
     translation.set({"data.train.files" if key == "dataset" else "data.dev.files": names}, tree.location)
 
@@ -404,8 +457,10 @@ _SPECIAL: dict[str, Callable[[_Translation, str, Tree], None]] = {
     **dict.fromkeys(("rl", "stage"), _objective),
     **dict.fromkeys(("datasets", "test_datasets"), _datasets),
     **dict.fromkeys(("dataset", "eval_dataset"), _named_datasets),
+    "max_samples": _samples,
     "max_steps": _steps,
     "warmup_steps": _warmup_steps,
+    **dict.fromkeys(("val_set_size", "val_size"), _holdout),
     "max_grad_norm": _clip,
     "neftune_noise_alpha": _noise,
     "wandb_project": _wandb,

@@ -76,7 +76,7 @@ def print_heartbeat(name: str, every: float = _EVERY_S) -> Iterator[None]:
 
 
 _SAMPLE_S, _SAMPLES, _FEWEST_SAMPLES = 0.25, 15, 3
-"""Shortest sample of a task's pace, how many recent ones count, and how many an estimate of the remaining time needs."""
+"""Shortest sample of a task's pace in seconds, recent samples that count, and samples that an estimate needs."""
 
 
 class _PaceMeter:

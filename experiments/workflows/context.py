@@ -144,7 +144,7 @@ def _resolve_peak_tflops(recipe: Recipe, world: ProcessMesh, console: Console) -
 
 LABEL_NOISE = "label_noise.json"
 _FEW_STEPS, _MANY_EPOCHS = 10, 20
-"""Below this number of steps a packed run says why it has so few."""
+"""Steps below which a packed run says why it has so few, and epochs above which a run is warned of."""
 _COUNTED_STEPS = 5
 """Updates whose tokens are counted for an estimate of time."""
 

@@ -38,7 +38,9 @@ def part(run: RunResults) -> ChapterPart | None:
 def _evaluation_facts(run: RunResults) -> list[tuple[str, str]]:
     """Name the files of each split that was evaluated."""
     data = run.recipe.get("data")
-    splits = {split: data.get(split) for split in ("test", "dev") if split in run.eval} if isinstance(data, dict) else {}
+    splits = (
+        {split: data.get(split) for split in ("test", "dev") if split in run.eval} if isinstance(data, dict) else {}
+    )
     files = {split: block.get("files") if isinstance(block, dict) else None for split, block in splits.items()}
     return [
         (f"{split} rows", ", ".join(map(str, names)) if names else "held out of the training files")
