@@ -249,7 +249,7 @@ def _datasets(translation: _Translation, key: str, tree: Tree) -> None:
         for name, child in known.items():
             if name in read and set(_flatten(values[name])) <= set(read[name]):
                 continue
-            if name == "type" and values[name] in types:
+            if name == "type" and str(values[name]) in types:
                 translation.set({"extends": types[values[name]]}, child.location)
             elif name == "field_messages" and is_paired:
                 translation.reject(f"{key}.{name}", child, "rename the column to prompt")

@@ -171,12 +171,16 @@ class RunResults:
 
     def split_evaluation(self, split: str) -> RunEvaluation:
         """Return the data of a split for comparison with another run; its files are identified by their digests."""
-        block = self.recipe.get("data")
-        settings = block.get(split) if isinstance(block, dict) else None
-        files = set(settings.get("files") or ()) if isinstance(settings, dict) else set()
+        files = self.split_files(split)
         inputs = [i for i in self.manifest.get("inputs", ()) if isinstance(i, dict) and i.get("path") in files]
         digest = ",".join(str(i.get("sha256")) for i in inputs)
         return RunEvaluation(self.eval.get(split, {}), self.predictions.get(split), digest, self._loss_settings)
+
+    def split_files(self, split: str) -> list[str]:
+        """Return the files that the recipe names for a split; empty if it is held out of the training files."""
+        block = self.recipe.get("data")
+        settings = block.get(split) if isinstance(block, dict) else None
+        return [str(name) for name in settings.get("files") or ()] if isinstance(settings, dict) else []
 
     @property
     def _loss_settings(self) -> tuple[Any, ...]:

@@ -60,27 +60,12 @@ def load_model(
     if adapter is None and initial is None:
         settings = dataclasses.replace(settings, init="default", init_rows=None, start=None, under=None)
     world = world or ProcessMesh.alone(resolve_device(recipe.train.device))
-    check_mesh_equality(
-        recipe.backbone,
-        task=task,
-        adapter=settings,
-        train=recipe.train,
-        mesh=recipe.mesh,
-        world=world,
-        label_names=label_names,
-    )
+    place: dict[str, Any] = {"train": recipe.train, "mesh": recipe.mesh, "world": world}
+    model: dict[str, Any] = {"task": task, "adapter": settings, "label_names": label_names, **place}
+    check_mesh_equality(recipe.backbone, **model)
     gc.collect()  # an earlier stage's model: hooks put it into reference cycles, and memory may not hold two
-    engine = build_engine(
-        recipe.backbone,
-        task=task,
-        adapter=settings,
-        train=recipe.train,
-        mesh=recipe.mesh,
-        world=world,
-        label_names=label_names,
-        log=log,
-        beginning=initial if adapter is None else InitialAdapter(folder=adapter),
-    )
+    beginning = initial if adapter is None else InitialAdapter(folder=adapter)
+    engine = build_engine(recipe.backbone, **model, log=log, beginning=beginning)
     if adapter is not None:
         engine.load_adapter(adapter)
     return engine, open_backbone(recipe.backbone).tokenizer

@@ -32,20 +32,9 @@ def part(run: RunResults) -> ChapterPart | None:
     if not (run.metrics.lines or run.eval or run.stages):
         return None
     sections = [*_evaluation_sections(run), _data_section(run), *training_sections(run)]
-    return ChapterPart("training run", [_finding(run)], _tiles(run), sections, _evaluation_facts(run))
-
-
-def _evaluation_facts(run: RunResults) -> list[tuple[str, str]]:
-    """Name the files of each split that was evaluated."""
-    data = run.recipe.get("data")
-    splits = (
-        {split: data.get(split) for split in ("test", "dev") if split in run.eval} if isinstance(data, dict) else {}
-    )
-    files = {split: block.get("files") if isinstance(block, dict) else None for split, block in splits.items()}
-    return [
-        (f"{split} rows", ", ".join(map(str, names)) if names else "held out of the training files")
-        for split, names in files.items()
-    ]
+    files = {split: run.split_files(split) for split in ("test", "dev") if split in run.eval}
+    facts = [(f"{split} rows", ", ".join(names) or "held out of training files") for split, names in files.items()]
+    return ChapterPart("training run", [_finding(run)], _tiles(run), sections, facts)
 
 
 def _finding(run: RunResults) -> str:
