@@ -154,9 +154,10 @@ def _curve_section(runs: Sequence[RunResults], names: Sequence[str]) -> Section:
     stages = dict.fromkeys(stage for run in runs for stage in run.metrics.stages)
     charts = []
     for stage in stages:
-        for unit in dict.fromkeys(run.loss_unit(stage) for run in runs):
-            same = [(n, run) for n, run in zip(names, runs, strict=True) if run.loss_unit(stage) == unit]
+        for loss in dict.fromkeys(run.loss_settings for run in runs):
+            same = {n: run for n, run in zip(names, runs, strict=True) if run.loss_settings == loss}
+            unit = next(run.loss_unit(stage) for run in same.values())
             for split in ("train", "dev"):
-                curves = {name: run.metrics.series(stage, split, "loss") for name, run in same}
+                curves = {name: run.metrics.series(stage, split, "loss") for name, run in same.items()}
                 charts.append(overlaid_loss_chart(curves, stage=stage, split=split, unit=unit))
     return Section("Curves", [ChartGroup(charts)])

@@ -138,9 +138,10 @@ class RunResults:
     def loss_unit(self, stage: str) -> str:
         """Return the unit of the loss of `stage`, as far as the recipe determines it."""
         task = self.recipe.get("task")
-        kind = task.get("kind") if isinstance(task, dict) else None
-        if not kind:
+        if not isinstance(task, dict) or not (kind := task.get("kind")):
             return "nats"
+        if task.get("loss") == "squared" and stage != "warm-up":
+            return "squared error per example"
         # A warm-up is language modelling, whatever follows.
         return (BaseTask if stage == "warm-up" else KINDS.get(str(kind), BaseTask)).traits.loss_unit
 
@@ -165,7 +166,7 @@ class RunResults:
         tree = _check_eval(self.path / "cold.json", read_object(self.path / "cold.json"))
         rows = read_predictions(self.path, "cold.parquet") if tree else {}
         return {
-            split: RunEvaluation(metrics, rows.get(split), self.split_evaluation(split).digest, self._loss_settings)
+            split: RunEvaluation(metrics, rows.get(split), self.split_evaluation(split).digest, self.loss_settings)
             for split, metrics in tree.items()
         }
 
@@ -174,7 +175,7 @@ class RunResults:
         files = self.split_files(split)
         inputs = [i for i in self.manifest.get("inputs", ()) if isinstance(i, dict) and i.get("path") in files]
         digest = ",".join(str(i.get("sha256")) for i in inputs)
-        return RunEvaluation(self.eval.get(split, {}), self.predictions.get(split), digest, self._loss_settings)
+        return RunEvaluation(self.eval.get(split, {}), self.predictions.get(split), digest, self.loss_settings)
 
     def split_files(self, split: str) -> list[str]:
         """Return the files that the recipe names for a split; empty if it is held out of the training files."""
@@ -183,7 +184,7 @@ class RunResults:
         return [str(name) for name in settings.get("files") or ()] if isinstance(settings, dict) else []
 
     @property
-    def _loss_settings(self) -> tuple[Any, ...]:
+    def loss_settings(self) -> tuple[Any, ...]:
         """Return the kind of task with its form of the loss, and the tokenizer's digest unless whole rows are
         predicted."""
         task, backbone = self.recipe.get("task"), self.manifest.get("backbone")

@@ -185,9 +185,9 @@ class _SideBySide:
             if not rows:
                 source.refuse_none(skipped)
             if subject.run is not None:
-                known = KnownRows(subject.run)
-                rows = list(known.compare(rows, columns))
-                self.results.notes += [f"{subject.name}: {warning}" for warning in known.warnings()]
+                known_rows = KnownRows(subject.run)
+                rows = list(known_rows.compare(rows, columns))
+                self.results.notes += [f"{subject.name}: {warning}" for warning in known_rows.warnings()]
         else:
             read = read_splits(recipe)
             splits = {name: rows for name, rows in (("dev", read.dev), ("test", read.test)) if rows}

@@ -137,7 +137,9 @@ def sweep_tiles(data: SweepData, analysis: SweepAnalysis) -> list[KeyFigure]:
         name = f"lowest {split} {find_metric(metric).title}"
         ties = len(data.ties(test))
         tied = f", tied with {ties:,} other{'s' * (ties > 1)}" if ties else ""
-        tiles.append(KeyFigure(name, *formats.estimate_figure(best), f"at {settings}{tied}; {best.n} runs"))
+        tiles.append(
+            KeyFigure(name, *formats.estimate_figure(best), f"at {settings}{tied}; {best.n} run{'s' * (best.n != 1)}")
+        )
         floor = data.majority_error(test)
         if floor is not None:
             note = f"{split} error of always the commonest class"

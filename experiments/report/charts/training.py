@@ -169,7 +169,7 @@ def overlaid_loss_chart(
         _finish(ax, ends)
         caption = "One line a run." + (f" Centred means over up to {span} steps." if span > 1 else "")
         title = f"{split.capitalize()} loss during {stage}"
-        return canvas.chart(f"beside-{slugify(f'{stage} {unit}')}-{split}", title=title, caption=caption)
+        return canvas.chart(f"beside-{slugify(f'{stage} {split} {min(finite)}')}", title=title, caption=caption)
 
 
 def small_multiples(metrics: Metrics) -> list[Chart]:
@@ -266,6 +266,7 @@ def _evaluation_chart(
         else:
             ax.margins(x=0.12)
             ax.locator_params(axis="x", nbins=5)
+            ax.xaxis.set_major_formatter("{x:.3g}")  # no power of ten over the axis' title
         for split in dict.fromkeys(split for _, split, _ in rows):
             canvas.text(left, height - 13, f"● {split}", colour=SPLIT_COLOUR.get(split, "purple"), weight="bold")
             left += 30 + 7 * len(split)
