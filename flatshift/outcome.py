@@ -227,9 +227,8 @@ def print_sweep_outcome(path: Path, argv: Sequence[str]) -> None:
     argv: arguments of the command, to be run with more seeds where a curve is undecided. Raises UserError for a sweep
     that cannot be read.
     """
+    from flatshift.experiments.report import formats
     from flatshift.experiments.report.chapters.sweep_verdicts import format_lowest, missing_verdict_reasons
-    from flatshift.experiments.report.formats import align_columns, capitalise, figure_name, number, with_interval
-    from flatshift.experiments.report.formats import setting as format_setting
     from flatshift.experiments.results.analysis import SweepAnalysis
     from flatshift.experiments.results.sweep import read_sweep
 
@@ -239,13 +238,15 @@ def print_sweep_outcome(path: Path, argv: Sequence[str]) -> None:
     column = data.error_columns()[0]
     rows, commands = [], [["flatshift", "report", str(path)]]
     if (best := data.best(column)) is not None:
-        rows.append([f"lowest {figure_name(column)}", format_lowest(data, column), with_interval(best[1])])
+        rows.append(
+            [f"lowest {formats.figure_name(column)}", format_lowest(data, column), formats.with_interval(best[1])]
+        )
     if (floor := data.majority_error(column)) is not None:
-        rows.append(["majority baseline", "always the commonest class", number(floor)])
+        rows.append(["majority baseline", "always the commonest class", formats.number(floor)])
     analysis = SweepAnalysis(data)
     curves = analysis.curves
     for curve in curves[:_MAX_VERDICTS]:
-        position = f"along {curve.axis}" + (f", {format_setting(curve.setting)}" if curve.setting else "")
+        position = f"along {curve.axis}" + (f", {formats.setting(curve.setting)}" if curve.setting else "")
         rows.append(["verdict", position, curve.verdict.kind])
     if any(curve.verdict.kind == "undecided" for curve in curves) and "--until" not in argv:
         words = list(argv)
@@ -255,6 +256,6 @@ def print_sweep_outcome(path: Path, argv: Sequence[str]) -> None:
         commands.insert(0, ["flatshift", "sweep", *words, "--seeds", str(max(seeds, 2 * (data.planned_seeds or 0), 5))])
     if len(curves) > _MAX_VERDICTS:
         rows.append(["verdict", f"{len(curves) - _MAX_VERDICTS} more curves", "see the report"])
-    table = align_columns(["what", "where", "found"], rows) if rows else ""
-    reasons = [f"{capitalise(reason)}." for reason in missing_verdict_reasons(analysis)]
+    table = formats.align_columns(["what", "where", "found"], rows) if rows else ""
+    reasons = [f"{formats.capitalise(reason)}." for reason in missing_verdict_reasons(analysis)]
     print_outcome("\n".join(filter(None, [table, *reasons])), commands)

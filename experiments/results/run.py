@@ -187,13 +187,12 @@ class RunResults:
     def loss_settings(self) -> tuple[Any, ...]:
         """Return the kind of task with its form of the loss, and the tokenizer's digest unless whole rows are
         predicted."""
-        task, backbone = self.recipe.get("task"), self.manifest.get("backbone")
+        task = self.recipe.get("task")
         if not isinstance(task, dict):
             return ()
         whole_rows = KINDS.get(str(task.get("kind")), BaseTask).traits.is_sequence_level
-        files = backbone.get("files") if isinstance(backbone, dict) and not whole_rows else None
-        tokenizer = files.get("tokenizer.json") if isinstance(files, dict) else None
-        return task.get("kind"), task.get("loss"), bool(task.get("multi")), tokenizer
+        tokenizer = self.manifest.get("backbone", {}).get("files", {}).get("tokenizer.json")
+        return task.get("kind"), task.get("loss"), bool(task.get("multi")), None if whole_rows else tokenizer
 
     @cached_property
     def sharpness(self) -> dict[str, Any]:

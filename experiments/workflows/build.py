@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -130,6 +130,8 @@ def evaluate_splits(
     splits that finish now are added to it.
     """
     splits = {"train": sample_train_for_eval(recipe, prepared.train), "dev": prepared.dev, "test": prepared.test}
+    sources = list_source_files(recipe.data)
+    files = {"dev": sources["dev"] or sources["train"], "test": sources["test"] or sources["train"]}
     result, tables = {}, []
     for split, examples in splits.items():
         if not examples:
@@ -145,7 +147,8 @@ def evaluate_splits(
             )  # fmt: skip
             table = None
             if predictions is not None and split != "train" and engine.is_main:
-                texts = describe_examples(recipe, examples, tokenizer, _iter_split_rows(recipe, split))
+                rows = iter_source_rows(recipe.data, recipe.task, files[split], [], skipped=[])
+                texts = describe_examples(recipe, examples, tokenizer, rows)
                 table = build_predictions_table(split, columns | {"text": texts})
             if finished is not None:
                 finished.add(split, result[split], table)
@@ -228,13 +231,6 @@ def format_example_places(examples: Sequence[Example]) -> list[str]:
     """Return the place of each example as file name and line, without the directory: the same for a copy of the
     file."""
     return [example.where.rpartition("/")[2] for example in examples]
-
-
-def _iter_split_rows(recipe: Recipe, split: str) -> Iterator[Row]:
-    """Yield the rows of a split's files, or those that it was held out of."""
-    sources = list_source_files(recipe.data)
-    own = sources["test" if split == "test" else "dev"] or sources["train"]
-    yield from iter_source_rows(recipe.data, recipe.task, own, [], skipped=[])
 
 
 def describe_examples(

@@ -208,7 +208,8 @@ def test_rows_that_the_run_knows_are_warned_of(rows: str, tmp_path: Path, capsys
     assert any(note.startswith("run: warning: 3 of 6 rows were trained on") for note in notes)
     page = Path("judged/report.html").read_text(encoding="utf-8")
     assert "3 of 6 rows were trained on" in page and "<dt>evaluated on</dt><dd>more.jsonl</dd>" in page
-    assert "<dt>test rows</dt><dd>held out of training files</dd>" in Path("run/report.html").read_text()
+    page = Path("run/report.html").read_text(encoding="utf-8")
+    assert f"<dt>test rows</dt><dd>held out of {tmp_path.resolve() / rows}</dd>" in page
     for split, predictions in read_predictions(Path("run")).items():
         assert all(row["text"].startswith("request ") for row in predictions.shown) and predictions.shown, split
     write_jsonl(tmp_path / "new.jsonl", [{"text": f"another {i}", "label": "pay"} for i in range(2)])

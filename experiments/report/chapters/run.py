@@ -32,8 +32,9 @@ def part(run: RunResults) -> ChapterPart | None:
     if not (run.metrics.lines or run.eval or run.stages):
         return None
     sections = [*_evaluation_sections(run), _data_section(run), *training_sections(run)]
+    training = ", ".join(run.split_files("train")) or "the training files"
     files = {split: run.split_files(split) for split in ("test", "dev") if split in run.eval}
-    facts = [(f"{split} rows", ", ".join(names) or "held out of training files") for split, names in files.items()]
+    facts = [(f"{split} rows", ", ".join(names) or f"held out of {training}") for split, names in files.items()]
     return ChapterPart("training run", [_finding(run)], _tiles(run), sections, facts)
 
 

@@ -131,15 +131,11 @@ def sweep_tiles(data: SweepData, analysis: SweepAnalysis) -> list[KeyFigure]:
     tiles = []
     lowest = data.best(test)
     if axis is not None and lowest is not None:
-        setting, best = lowest
-        settings = ", ".join(f"{k} = {formats.axis_value(v)}" for k, v in data.whole(setting).items())
+        best = lowest[1]
         split, _, metric = test.partition(".")
         name = f"lowest {split} {find_metric(metric).title}"
-        ties = len(data.ties(test))
-        tied = f", tied with {ties:,} other{'s' * (ties > 1)}" if ties else ""
-        tiles.append(
-            KeyFigure(name, *formats.estimate_figure(best), f"at {settings}{tied}; {best.n} run{'s' * (best.n != 1)}")
-        )
+        note = f"{sweep_verdicts.format_lowest(data, test)}; {best.n} run{'s' * (best.n != 1)}"
+        tiles.append(KeyFigure(name, *formats.estimate_figure(best), note))
         floor = data.majority_error(test)
         if floor is not None:
             note = f"{split} error of always the commonest class"

@@ -180,9 +180,6 @@ def format_lowest(data: SweepData, column: str) -> str:
 def verdict_notes(analysis: SweepAnalysis) -> list[str]:
     """Note how many verdicts were tested, and how many would be positive by chance."""
     curves = analysis.curves
-    if not curves:
-        reasons = [reason for direction in analysis.directions for reason in direction.refused]
-        return [f"No verdict: {reasons[0]}."] if reasons else []
     tested = [curve.verdict.peak for curve in curves if curve.verdict.peak is not None]
     notes = []
     if len(tested) > 1:
