@@ -161,9 +161,6 @@ def missing_verdict_reasons(analysis: SweepAnalysis) -> list[str]:
     return shortfalls or [reason for direction in directions for reason in direction.refused]
 
 
-_MAX_TIES = 3
-
-
 def format_lowest(data: SweepData, column: str) -> str:
     """Format the setting with the lowest mean of `column`, and those that tie with it: `rank = 1`, or `rank = 1 ties
     with rank = 2, rank = 4 and 3 more`."""
@@ -180,6 +177,8 @@ def format_lowest(data: SweepData, column: str) -> str:
 def verdict_notes(analysis: SweepAnalysis) -> list[str]:
     """Note how many verdicts were tested, and how many would be positive by chance."""
     curves = analysis.curves
+    if not curves:
+        return [f"No verdict: {reason}." for reason in missing_verdict_reasons(analysis)[:1]]
     tested = [curve.verdict.peak for curve in curves if curve.verdict.peak is not None]
     notes = []
     if len(tested) > 1:
@@ -194,7 +193,7 @@ def verdict_notes(analysis: SweepAnalysis) -> list[str]:
     return notes
 
 
-_COMPLEXITY = "effective model complexity (training examples)"
+_COMPLEXITY, _MAX_TIES = "effective model complexity (training examples)", 3
 
 
 def emc_table(direction: AxisAnalysis) -> Table | None:
