@@ -265,7 +265,7 @@ def prepare_eval_data(recipe: Recipe, files: Sequence[str], *, run: Path) -> Pre
     if not test:
         source.refuse_none(skipped)
     check_eos_counts(recipe, [test])
-    notes = (*known.warnings(), *encoded.notes)
+    notes = (*encoded.notes, *known.warnings())
     return PreparedData([], [], test, labels, encoded.truncated, skipped, [], notes=notes, units=units)
 
 
