@@ -17,7 +17,7 @@ override PYTHON := python3
 endif
 TORCH := $(shell sed -n 's/^  "\(torch>=[^"]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: demo test lint bench bundle real release slow sbom docs image clean
+.PHONY: demo test lint bench bundle real release slow sbom docs notebooks image clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -29,6 +29,7 @@ help:
 	@echo "make slow    the tests that are left out of make test"
 	@echo "make real    the journeys' commands on a real decoder and a real encoder from the package index"
 	@echo "make docs    the documentation as a site: site/index.html"
+	@echo "make notebooks    docs/notebooks run again, with their outputs kept"
 	@echo "make release dist/: wheel and sdist of a clean clone, installed and tried elsewhere; no upload"
 	@echo "make image   a container image, where docker is"
 	@echo "make sbom    what is installed, as flatshift-sbom.json (CycloneDX)"
@@ -94,6 +95,14 @@ docs: $(VENV)/core $(VENV)/indexes
 	$(PIP) install -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo site/index.html
+
+# Run in a copy, since they leave directories behind; warnings of libraries are not kept.
+notebooks: $(VENV)/core $(VENV)/indexes
+	$(PIP) install -e ".[docs,datatrove]"
+	rm -rf build/notebooks && mkdir -p build && cp -r docs/notebooks build/notebooks
+	PYTHONWARNINGS=ignore OMP_NUM_THREADS=1 $(BIN)/jupyter nbconvert --to notebook --execute --inplace \
+	  --ExecutePreprocessor.record_timing=False build/notebooks/*.ipynb
+	cp build/notebooks/*.ipynb docs/notebooks/
 
 # Where docker is: the command in an image, without a GPU.
 image:

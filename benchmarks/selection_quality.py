@@ -3,6 +3,8 @@
     python -m benchmarks.selection_quality --data DIR                     # nats on seven targets; hours, resumable
     python -m benchmarks.selection_quality --study accuracy --data DIR    # accuracy with few labels, and forgetting
     python -m benchmarks.selection_quality --study budgets --data DIR     # three budgets
+    python -m benchmarks.selection_quality --study real --data DIR        # a real decoder; nine hours of a core, or
+                                                                          # minutes of a GPU: --set train.device=cuda
 
     python -m benchmarks.selection_quality --report FILE.html             # the page of the published results
 
@@ -32,7 +34,7 @@ from benchmarks.studies.selection_quality.runner import DOCUMENT, study_quality
 from flatshift.finetune.atomic import write_json, write_text
 from flatshift.finetune.errors import Interrupted
 
-STUDIES = ("quality", "accuracy", "budgets")
+STUDIES = ("quality", "accuracy", "budgets", "real")
 PAGE = ROOT / "docs" / "selection.md"
 ENDPOINTS = {
     "nats": "nats/token",

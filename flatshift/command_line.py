@@ -16,7 +16,7 @@ import math
 import os
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -39,7 +39,9 @@ _SEED = (0, 2**63 - 1)
 _BOUNDS: dict[str, tuple[float | None, float | None]] = {
     **dict.fromkeys(("seed", "sample_seed", "shot_seeds", "harness_seed", "sharpness_seed"), _SEED),
     **dict.fromkeys(("batch_size", "harness_batch_size", "harness_limit", "sharpness_batches"), (1, None)),
-    **dict.fromkeys(("top_k", "num_beams", "pass_at", "node", "draws", "jobs", "max_cells", "processes"), (1, None)),
+    **dict.fromkeys(
+        ("top_k", "num_beams", "pass_at", "node", "draws", "jobs", "max_cells", "processes", "nodes"), (1, None)
+    ),
     **dict.fromkeys(("shots", "harness_shots", "samples", "overlap", "more", "temperature"), (0, None)),
     "max_new_tokens": (1, MAX_LENGTH),
     "window": (2, MAX_LENGTH),
@@ -86,6 +88,18 @@ def recipe_arguments(argv: list[str], flags: type, *, without: str) -> list[str]
     """Return the recipe keys of a command line as words for another command, without those of the block `without`."""
     _, settings = _split_recipe_keys(argv, flags)
     return [word for key, flag, value in settings if key.partition(".")[0] != without for word in (flag, value)]
+
+
+def remove_flags(argv: list[str], names: Collection[str]) -> list[str]:
+    """Return a command line without the flags `names` and the one value of each."""
+    words, tokens = [], iter(argv)
+    for token in tokens:
+        name, has_value, _ = token.partition("=")
+        if name not in {f"--{flag}" for flag in names}:
+            words.append(token)
+        elif not has_value:
+            next(tokens)
+    return words
 
 
 def _split_recipe_keys(argv: list[str], flags: type) -> tuple[list[str], list[tuple[str, str, str]]]:

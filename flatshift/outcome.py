@@ -188,16 +188,18 @@ def _training_commands(path: Path, recipe: dict[str, Any]) -> list[list[str]]:
 
 
 def summarize_sweep(path: Path) -> dict[str, Any]:
-    """Return the setting with the lowest error and the verdict on each curve, as plain values. Raises UserError for a
-    sweep that cannot be read."""
+    """Return the setting with the lowest error, those that tie with it, the verdict on each curve and what is missing
+    for one, as plain values. Raises UserError for a sweep that cannot be read."""
+    from flatshift.experiments.report.chapters.sweep_verdicts import missing_verdict_reasons
     from flatshift.experiments.results.analysis import SweepAnalysis
     from flatshift.experiments.results.sweep import read_sweep
 
     data = read_sweep(path)
     if data is None:
-        return {"directory": str(path), "figure": None, "best": None, "majority": None, "verdicts": []}
+        empty: dict[str, Any] = {"figure": None, "best": None, "ties": [], "majority": None, "verdicts": []}
+        return {"directory": str(path), **empty, "missing": []}
     column = data.error_columns()[0]
-    best = data.best(column)
+    best, analysis = data.best(column), SweepAnalysis(data)
     verdicts = [
         {
             "axis": curve.axis,
@@ -206,24 +208,27 @@ def summarize_sweep(path: Path) -> dict[str, Any]:
             "evidence": list(curve.verdict.evidence),
             "seeds_needed": curve.verdict.seeds_needed,
         }
-        for curve in SweepAnalysis(data).curves
+        for curve in analysis.curves
     ]
     return {
         "directory": str(path),
         "figure": column,
         "best": None if best is None else {"setting": best[0], **dataclasses.asdict(best[1])},
+        "ties": data.ties(column),
         "majority": data.majority_error(column),
         "verdicts": verdicts,
+        "missing": missing_verdict_reasons(analysis),
     }
 
 
 def print_sweep_outcome(path: Path, argv: Sequence[str]) -> None:
-    """Print the setting with the lowest error, the verdicts and the next commands.
+    """Print the setting with the lowest error, the verdicts or what is missing for one, and the next commands.
 
     argv: arguments of the command, to be run with more seeds where a curve is undecided. Raises UserError for a sweep
     that cannot be read.
     """
-    from flatshift.experiments.report.formats import align_columns, figure_name, number, setting, with_interval
+    from flatshift.experiments.report import formats
+    from flatshift.experiments.report.chapters.sweep_verdicts import format_lowest, missing_verdict_reasons
     from flatshift.experiments.results.analysis import SweepAnalysis
     from flatshift.experiments.results.sweep import read_sweep
 
@@ -233,12 +238,15 @@ def print_sweep_outcome(path: Path, argv: Sequence[str]) -> None:
     column = data.error_columns()[0]
     rows, commands = [], [["flatshift", "report", str(path)]]
     if (best := data.best(column)) is not None:
-        rows.append([f"lowest {figure_name(column)}", setting(best[0]), with_interval(best[1])])
+        rows.append(
+            [f"lowest {formats.figure_name(column)}", format_lowest(data, column), formats.with_interval(best[1])]
+        )
     if (floor := data.majority_error(column)) is not None:
-        rows.append(["majority baseline", "always the commonest class", number(floor)])
-    curves = SweepAnalysis(data).curves
+        rows.append(["majority baseline", "always the commonest class", formats.number(floor)])
+    analysis = SweepAnalysis(data)
+    curves = analysis.curves
     for curve in curves[:_MAX_VERDICTS]:
-        position = f"along {curve.axis}" + (f", {setting(curve.setting)}" if curve.setting else "")
+        position = f"along {curve.axis}" + (f", {formats.setting(curve.setting)}" if curve.setting else "")
         rows.append(["verdict", position, curve.verdict.kind])
     if any(curve.verdict.kind == "undecided" for curve in curves) and "--until" not in argv:
         words = list(argv)
@@ -248,4 +256,6 @@ def print_sweep_outcome(path: Path, argv: Sequence[str]) -> None:
         commands.insert(0, ["flatshift", "sweep", *words, "--seeds", str(max(seeds, 2 * (data.planned_seeds or 0), 5))])
     if len(curves) > _MAX_VERDICTS:
         rows.append(["verdict", f"{len(curves) - _MAX_VERDICTS} more curves", "see the report"])
-    print_outcome(align_columns(["what", "where", "found"], rows) if rows else "", commands)
+    table = formats.align_columns(["what", "where", "found"], rows) if rows else ""
+    reasons = [f"{formats.capitalise(reason)}." for reason in missing_verdict_reasons(analysis)]
+    print_outcome("\n".join(filter(None, [table, *reasons])), commands)

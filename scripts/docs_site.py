@@ -1,5 +1,5 @@
-"""mkdocs hooks: make the README the home of the site, build its tabs from the headings of docs/index.md, and add linked
-files outside docs/, and llms.txt, the index for programs.
+"""mkdocs hooks: make the README the home of the site, build its tabs from the headings of docs/index.md, make pages of
+notebooks, and add linked files outside docs/, and llms.txt, the index for programs.
 
 make docs        # builds site/ from docs/, strictly: a broken link fails it
 """
@@ -50,12 +50,15 @@ def find_linked_files() -> dict[str, Path]:
 
 
 def _site_path(path: Path) -> str:
-    """Return the path in the site of a repository file; the README of a folder does not become its index."""
+    """Return the path in the site of a repository file; the README of a folder does not become its index, a
+    notebook becomes a page."""
     inside = path.relative_to(DOCS if path.is_relative_to(DOCS) else ROOT).as_posix()
     if inside in HOME:
         return HOME[inside]
     if path.name == "README.md":
         return inside.removesuffix("/README.md") + ".md"
+    if path.suffix == ".ipynb":
+        return inside.removesuffix(".ipynb") + ".md"
     return inside if path.suffix else inside + ".md"
 
 
@@ -76,15 +79,29 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the files outside docs/ that the pages link to, and docs/index.md under its path in the site."""
+    """Add notebooks, the files outside docs/ that the pages link to, and docs/index.md under its path in the site."""
     from mkdocs.structure.files import File
 
     files.remove(files.get_file_from_path("index.md"))
     for name, path in _added_files().items():
         files.append(File.generated(config, name, content=path.read_text(encoding="utf-8")))
+    for notebook in sorted(DOCS.rglob("*.ipynb")):
+        for name, content in notebook_files(notebook).items():
+            files.append(File.generated(config, name, content=content))
     addresses = {file.src_uri: file.url for file in files.documentation_pages()}
     files.append(File.generated(config, "llms.txt", content=llms_text(addresses)))
     return files
+
+
+def notebook_files(notebook: Path) -> dict[str, str | bytes]:
+    """Return the page of a notebook and its pictures: path in the site → content."""
+    from nbconvert import MarkdownExporter
+
+    page = Path(_site_path(notebook))
+    names = {"unique_key": page.stem, "output_files_dir": page.stem}
+    text, resources = MarkdownExporter().from_filename(str(notebook), resources=names)
+    pictures = {(page.parent / name).as_posix(): content for name, content in resources["outputs"].items()}
+    return {page.as_posix(): text, **pictures}
 
 
 def llms_text(addresses: Mapping[str, str]) -> str:

@@ -45,13 +45,18 @@ class RowKeys:
 
     def add(self, row: Row, columns: Columns) -> None:
         """Add the next row; columns: those that it was read with."""
-        digest = hashlib.blake2b(_content_text(row, columns), digest_size=8).digest()
-        self.texts.append(int.from_bytes(digest, "big", signed=True))
+        self.texts.append(content_hash(row, columns))
         try:
             name = canonical_label(row.record.get(columns.label))
         except ValueError:
             name = ""
         self.classes.append(self._numbers.setdefault(name, len(self._numbers)))
+
+
+def content_hash(row: Row, columns: Columns) -> int:
+    """Return a hash of a row's text (`_content_text`), 64 bits with a sign; columns: those that it was read with."""
+    digest = hashlib.blake2b(_content_text(row, columns), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)
 
 
 def _content_text(row: Row, columns: Columns) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from flatshift.experiments.data.encode import (
     stream_rows,
     survey_rows,
 )
-from flatshift.experiments.data.holdout import SPLITS, RowKeys, Split, cut_documents
+from flatshift.experiments.data.holdout import SPLITS, RowKeys, Split, content_hash, cut_documents
 from flatshift.experiments.data.lengths import check_answer_room, iter_position_warnings
 from flatshift.experiments.data.sources import (
     SourceFiles,
@@ -37,6 +37,7 @@ from flatshift.experiments.data.sources import (
     iter_source_rows,
     list_source_files,
 )
+from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.finetune.atomic import read_json_object
 from flatshift.finetune.data.columns import ColumnarExamples, ExampleWriter, open_examples
@@ -190,6 +191,55 @@ def sample_split_warning(recipe: Recipe) -> list[str]:
     ]
 
 
+_KNOWN = {
+    "train": "were trained on",
+    "dev": "are dev rows of the run, by which its best step was chosen",
+    "target": "are targets of its selection",
+}
+
+
+class KnownRows:
+    """Texts that a run has read before it is evaluated on other files, and the rows of those that have them."""
+
+    def __init__(self, run: Path) -> None:
+        """Read the rows of the run again; `warnings` names the reason if that is not possible."""
+        self._uses: dict[int, str] = {}
+        self._matches: dict[str, list[str]] = {}
+        self._total, self._problem = 0, ""
+        try:
+            recipe = resume_recipe(run).recipe
+            if is_large(recipe):
+                self._problem = "its rows are too many"
+                return
+            splits = read_splits(recipe)
+            texts = recipe.select.target.files if recipe.select is not None else ()
+            columns = recipe.select.columns if recipe.select is not None else Columns()
+            target = read_rows(texts, columns=columns, required=("text",), bad_rows="skip")
+            for use, rows in (("train", splits.train), ("dev", splits.dev), ("target", target)):
+                for row in rows:
+                    self._uses.setdefault(content_hash(row, columns if use == "target" else recipe.data.columns), use)
+        except UserError as error:
+            self._problem = str(error)
+
+    def compare(self, rows: Iterable[Row], columns: Columns) -> Iterator[Row]:
+        """Yield `rows`, read with `columns`, and count those with a known text."""
+        for row in rows:
+            self._total += 1
+            if (use := self._uses.get(content_hash(row, columns))) is not None:
+                self._matches.setdefault(use, []).append(f"{row.id!r} ({row.where})")
+            yield row
+
+    def warnings(self) -> list[str]:
+        """Return a sentence for each use of rows that were compared, with their number and an example."""
+        if self._problem:
+            return [f"the rows are not compared with those of the run: {self._problem}"]
+        return [
+            f"warning: {len(examples):,} of {self._total:,} rows {_KNOWN[use]}, for example {examples[0]}: they say "
+            "little about new rows"
+            for use, examples in self._matches.items()
+        ]
+
+
 def prepare_eval_data(recipe: Recipe, files: Sequence[str], *, run: Path) -> PreparedData:
     """Encode the rows of `files` as test rows of a finished run, with the classes and units that it was trained with.
 
@@ -199,7 +249,8 @@ def prepare_eval_data(recipe: Recipe, files: Sequence[str], *, run: Path) -> Pre
     labels, units = read_label_record(recipe, run)
     source = SourceFiles("--data", None, tuple(files), recipe.data.columns, "data.columns")
     skipped: list[str] = []
-    rows = source.rows(recipe.data, recipe.task, skipped)
+    known = KnownRows(run)
+    rows = known.compare(source.rows(recipe.data, recipe.task, skipped), recipe.data.columns)
     encoded = encode_rows(
         recipe,
         (("test", 0, row) for row in rows),
@@ -214,7 +265,7 @@ def prepare_eval_data(recipe: Recipe, files: Sequence[str], *, run: Path) -> Pre
     if not test:
         source.refuse_none(skipped)
     check_eos_counts(recipe, [test])
-    notes = tuple(encoded.notes)
+    notes = (*encoded.notes, *known.warnings())
     return PreparedData([], [], test, labels, encoded.truncated, skipped, [], notes=notes, units=units)
 
 

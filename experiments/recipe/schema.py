@@ -289,22 +289,23 @@ def _check_learning_rates(name: str, rates: tuple[float, ...]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutorOptions:
-    """Place where the cells of a study run, and the resources of each."""
+    """Place where the cells of a study, or the ranks of a training run, are processes, and the resources of each."""
 
     on: str = "local"
-    """local: processes of this machine; ray, or ray:HOST:PORT: tasks of a Ray cluster (the one this machine belongs
-    to, or the one at that address); slurm: jobs of an array, where --out is on a disk that all nodes see."""
+    """local: processes of this machine; ray, or ray:HOST:PORT: those of a Ray cluster (the one this machine belongs
+    to, or the one at that address); slurm, or slurm:PARTITION: jobs of Slurm, where --out is on a disk that all nodes
+    see, as it is for train on Ray."""
     cpus: int | None = None
-    """CPUs, and threads, of a cell (--on ray or slurm); 1 by default."""
+    """CPUs, and threads, of each process (--on ray or slurm); 1 by default."""
     gpus: int | None = None
-    """GPUs of a cell (--on ray or slurm); by default 1 if train.device is cuda, else 0."""
+    """GPUs of each process (--on ray or slurm); by default 1 if train.device is cuda, else 0."""
     memory: float | None = None
-    """GiB of memory of a cell (--on ray or slurm); by default the most that `flatshift plan` predicts, if this machine
-    was calibrated (`flatshift plan --calibrate`)."""
+    """GiB of memory of each process (--on ray or slurm); by default the most that `flatshift plan` predicts, if this
+    machine was calibrated (`flatshift plan --calibrate`)."""
     time: int | None = None
-    """Minutes after which Slurm requeues a cell (--on slurm); 60 by default."""
+    """Minutes after which Slurm requeues a job (--on slurm); 60 by default."""
     retries: int = 1
-    """Times that a cell is run again whose worker died."""
+    """Times that a cell, or all ranks, start again because a worker died."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,150 +17,17 @@ from flatshift.finetune.atomic import read_json_object
 from flatshift.finetune.data.formats import HUB
 from flatshift.finetune.errors import UserError
 
-_Choices = Mapping[Any, Mapping[str, Any]]
 _FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".md", ".gz", ".xz", ".zst")
-_SAME = {
-    "learning_rate": "optimizer.lr",
-    "weight_decay": "optimizer.weight_decay",
-    "adam_epsilon": "optimizer.eps",
-    "loraplus_lr_ratio": "optimizer.lora_plus",
-    "warmup_ratio": "optimizer.warmup",
-    "gradient_accumulation_steps": "train.accumulate",
-    "seed": "train.seed",
-    "save_steps": "train.save_every",
-    "save_total_limit": "train.keep",
-    "eval_steps": "train.eval_every",
-    "early_stopping_patience": "train.patience",
-    "early_stopping_steps": "train.patience",
-    "lora_dropout": "adapter.dropout",
-    "torch_compile": "train.compile",
-}
-"""Keys of both tools, and the setting that takes their value."""
-_AXOLOTL = {
-    "base_model": "backbone",
-    "sequence_len": "train.max_length",
-    "micro_batch_size": "train.batch_size",
-    "eval_batch_size": "eval.batch_size",
-    "sample_packing": "task.pack",
-    "lora_r": "adapter.rank",
-    "lora_alpha": "adapter.alpha",
-    "lora_modules_to_save": "adapter.train_whole",
-    "peft_use_rslora": "adapter.rslora",
-    "peft_use_dora": "adapter.dora",
-    "rl_beta": "task.beta",
-    "val_set_size": "data.holdout",
-}
-_FACTORY = {
-    "model_name_or_path": "backbone",
-    "cutoff_len": "train.max_length",
-    "per_device_train_batch_size": "train.batch_size",
-    "per_device_eval_batch_size": "eval.batch_size",
-    "max_samples": "data.train.first",
-    "lora_rank": "adapter.rank",
-    "use_rslora": "adapter.rslora",
-    "use_dora": "adapter.dora",
-    "pref_beta": "task.beta",
-    "val_size": "data.holdout",
-}
-_FULL = "full fine-tuning has no counterpart: a LoRA adapter is trained"
-_OPTIMIZERS = {
-    **{name: {"optimizer.kind": "adamw"} for name in ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw")},
-    **{name: {"optimizer.kind": "adamw-8bit"} for name in ("adamw_bnb_8bit", "adamw_8bit")},
-    "paged_adamw_32bit": {"optimizer.kind": "paged-adamw"},
-    "paged_adamw_8bit": {"optimizer.kind": "paged-adamw-8bit"},
-}
-_SCHEDULES = {
-    **{name: {"optimizer.schedule": name} for name in ("cosine", "linear", "constant")},
-    "constant_with_warmup": {"optimizer.schedule": "constant"},
-}
-_CHOICES: dict[str, _Choices] = {
-    "optimizer": _OPTIMIZERS,
-    "optim": _OPTIMIZERS,
-    "lr_scheduler": _SCHEDULES,
-    "lr_scheduler_type": _SCHEDULES,
-    "bf16": {"auto": {}, True: {"train.precision": "bf16"}, False: {}},
-    "fp16": {"auto": {}, True: {"train.precision": "fp16"}, False: {}},
-    "tf32": {"auto": {}, False: {}},
-    "load_in_4bit": {True: {"train.quantization": "nf4-double"}, False: {}},
-    "load_in_8bit": {True: {"train.quantization": "int8"}, False: {}},
-    "quantization_bit": {4: {"train.quantization": "nf4-double"}, 8: {"train.quantization": "int8"}},
-    "quantization_method": {"bnb": {}, "bitsandbytes": {}},
-    "adapter": {"lora": {}, "qlora": {"train.quantization": "nf4-double"}},
-    "finetuning_type": {"lora": {}},
-    "gradient_checkpointing": {True: {"train.checkpointing": "full"}, False: {"train.checkpointing": "none"}},
-    "disable_gradient_checkpointing": {True: {"train.checkpointing": "none"}, False: {}},
-    "group_by_length": {True: {"train.group": "length"}, False: {}},
-    "lora_target_linear": {True: {"adapter.targets": "all-linear"}, False: {}},
-    "pissa_init": {True: {"adapter.init": "pissa"}, False: {}},
-    "train_on_inputs": {False: {}},
-    "train_on_prompt": {False: {}},
-    "mask_history": {True: {"task.turns": "last"}, False: {}},
-    "packing": {True: {"task.pack": True}, False: {"task.pack": False}},
-    "neat_packing": {True: {"task.pack": True}, False: {}},
-    "pref_loss": {"sigmoid": {}, **{name: {"task.loss": name} for name in ("ipo", "simpo", "orpo")}},
-    "save_strategy": {"steps": {}, "no": {"train.save_every": 0}},
-    "report_to": {"none": {}, **{name: {"tracker.kinds": [name]} for name in ("wandb", "tensorboard", "trackio")}},
-    "chat_template": {
-        "tokenizer_default": {},
-        "chatml": {"task.template": "chatml"},
-        "llama3": {"task.template": "llama3"},
-    },
-}
-"""Keys whose values have counterparts, and the settings of each; another value is reported as unknown."""
-_NOTES = {
-    **dict.fromkeys(("output_dir", "overwrite_output_dir"), "`flatshift train --out` names the run directory"),
-    **dict.fromkeys(("flash_attention", "flash_attn", "sdp_attention", "xformers_attention", "attn_implementation"),
-                    "the fastest exact attention of the device is taken"),
-    **dict.fromkeys(("logging_steps", "plot_loss"), "every step is in metrics.jsonl, curves are in report.html"),
-    **dict.fromkeys(("dataset_prepared_path", "overwrite_cache", "preprocessing_num_workers", "dataset_processes",
-                     "dataloader_num_workers"), "rows are encoded as they are read, and cached by content"),
-    **dict.fromkeys(("model_type", "tokenizer_type", "strict", "trust_remote_code"), "the backbone's files decide"),
-    **dict.fromkeys(("do_train", "do_eval", "ddp_timeout", "pad_to_sequence_len"), "not needed"),
-    "template": "the tokenizer's own template is taken (task.template: auto)",
-    "dataset_dir": "its dataset_info.json was read",
-}  # fmt: skip
-_HINTS = {
-    "tf32": "train.tf32 goes with train.precision: fp32",
-    "save_strategy": "train.save_every counts steps",
-    "finetuning_type": _FULL,
-    "saves_per_epoch": "train.save_every counts steps",
-    "warmup_steps": "optimizer.warmup is a fraction of the steps, which are not known here",
-    "deepspeed": "set mesh.dp to the number of devices",
-    "fsdp": "set mesh.dp to the number of devices",
-    "fsdp_config": "set mesh.dp to the number of devices",
-    "special_tokens": "the backbone's tokenizer is taken as it is",
-}
 _OBJECTIVES = ("dpo", "ipo", "kto", "simpo", "orpo")
-_TYPES = {
-    "chat_template": "chat",
-    "alpaca": "instruction",
-    "completion": "language-model",
-    "pretrain": "language-model",
-}
-"""Types of an axolotl data set, and the recipe to extend."""
-_COMMON = {
-    "extends": "chat",
-    "train.epochs": 1,
-    "train.eval_every": 0,
-    "train.seed": 42,
-    "train.accumulate": 1,
-    "adapter.targets": "all-linear",
-    "data.holdout": 0.0,
-    **{f"data.{split}.files": [] for split in ("train", "dev", "test")},
-}
-"""Settings of both tools where a file names none, which differ from those of recipes."""
-_AXOLOTL_DEFAULTS: Mapping[str, Any] = {"train.batch_size": 1, "train.max_length": 512, "optimizer.warmup": 0.03}
-_FACTORY_DEFAULTS: Mapping[str, Any] = {
-    "train.epochs": 3,
-    "train.batch_size": 8,
-    "train.max_length": 2048,
-    "train.checkpointing": "full",
-    "optimizer.lr": 5e-5,
-    "optimizer.schedule": "linear",
-    "optimizer.warmup": 0.0,
-    "task.pack": False,
-}
 _BATCH = "train.batch_size is that of all devices together: multiply it by their number"
+
+
+@functools.cache
+def _read_table() -> dict[str, Any]:
+    """Return translate.yaml, with the note of each key."""
+    table = to_python(parse_file(Path(__file__).with_suffix(".yaml")))
+    notes = {key: note for note, keys in table["notes"].items() for key in _flatten(keys)}
+    return {**table, "notes": notes}
 
 
 @dataclass(frozen=True)
@@ -195,7 +63,7 @@ class _Translation:
     def reject(self, key: str, tree: Tree, hint: str | None = None) -> None:
         """Report a key, or a value of it, that has no counterpart."""
         value = f": {tree.text}" if isinstance(tree, Leaf) else ""
-        hint = hint or _HINTS.get(key)
+        hint = hint or _read_table()["hints"].get(key)
         location = self.keys.keys.get(key, tree.location)  # of the key, where its value begins in the next line
         self.unknown.append(f"{location}: {key}{value}" + (f" ({hint})" if hint else ""))
 
@@ -221,19 +89,22 @@ def translate_recipe(file: Path) -> Translated:
     if not isinstance(tree, Branch):
         raise UserError(f"{file}:1: a recipe is a mapping of settings")
     if "base_model" in tree.children:
-        tool, same, defaults = "axolotl", _AXOLOTL, _AXOLOTL_DEFAULTS
+        tool = "axolotl"
     elif "model_name_or_path" in tree.children:
-        tool, same, defaults = "LLaMA-Factory", _FACTORY, _FACTORY_DEFAULTS
+        tool = "LLaMA-Factory"
     else:
         raise UserError(f"{file} is neither of axolotl (no base_model) nor of LLaMA-Factory (no model_name_or_path)")
     translation = _Translation(file, tree, Branch({}, str(file)), [_BATCH])
-    translation.set({**_COMMON, **defaults}, f"{file}: {tool}'s default")
+    table = _read_table()
+    same = table["same"] | table[tool]["same"]
+    translation.set(table["defaults"] | table[tool]["defaults"], f"{file}: {tool}'s default")
     lengths = {"num_epochs", "num_train_epochs"}  # first: intervals of evaluation are fractions of them
     for key, child in sorted(tree.children.items(), key=lambda item: item[0] not in lengths):
         if not (isinstance(child, Leaf) and child.value in (None, "")):
-            _translate_key(translation, key, child, _SAME | same)
+            _translate_key(translation, key, child, same)
     if tool == "axolotl" and translation.value("adapter") is None:
-        translation.unknown.append(f"{file}:1: adapter is not set ({_FULL})")
+        translation.unknown.append(f"{file}:1: adapter is not set ({table['hints']['adapter']})")
+    _settle_packing(translation)
     settings = translation.settings
     base = to_python(settings)["extends"]
     resolve_tree(apply_overrides(recipe_tree(base), [settings]), (), name=file.stem)
@@ -245,19 +116,20 @@ def translate_recipe(file: Path) -> Translated:
 
 
 def _translate_key(translation: _Translation, key: str, tree: Tree, same: Mapping[str, str]) -> None:
-    value = to_python(tree)
+    value, table = to_python(tree), _read_table()
     if key in _SPECIAL:
         _SPECIAL[key](translation, key, tree)
     elif key in same:
         translation.set({same[key]: value}, tree.location)
-    elif key in _CHOICES:
-        settings = _CHOICES[key].get(value) if isinstance(tree, Leaf) else None
+    elif key in table["choices"]:
+        name = str(value).lower() if isinstance(value, bool) else str(value)
+        settings = table["choices"][key].get(name)
         if settings is None:
             translation.reject(key, tree)
         else:
             translation.set(settings, tree.location)
-    elif key in _NOTES:
-        translation.notes.append(f"{key}: {_NOTES[key]}")
+    elif key in table["notes"]:
+        translation.notes.append(f"{key}: {table['notes'][key]}")
     else:
         translation.reject(key, tree)
 
@@ -278,12 +150,36 @@ def _steps(translation: _Translation, key: str, tree: Tree) -> None:
 
 def _warmup_steps(translation: _Translation, key: str, tree: Tree) -> None:
     warmup = to_python(tree)
-    if warmup == 0:
-        translation.set({"optimizer.warmup": 0.0}, tree.location)
+    if isinstance(warmup, int | float) and 0 <= warmup < 1:  # a fraction already
+        translation.set({"optimizer.warmup": float(warmup)}, tree.location)
     elif isinstance(warmup, int) and translation.steps is not None:
         translation.set({"optimizer.warmup": warmup / translation.steps}, tree.location)
     else:
         translation.reject(key, tree)
+
+
+def _samples(translation: _Translation, key: str, tree: Tree) -> None:
+    translation.set({"data.train.first": to_python(tree)}, tree.location)
+    translation.notes.append(f"{key}: data.train.first is refused above the number of rows; leave it out then")
+
+
+def _settle_packing(translation: _Translation) -> None:
+    """Leave packing out where rows are pairs of answers; LLaMA-Factory packs plain text if nothing is said."""
+    task = translation.settings.children.get("task")
+    base = to_python(translation.settings)["extends"]
+    if base == "preference" and isinstance(task, Branch) and (pack := task.children.pop("pack", None)) is not None:
+        if to_python(pack):
+            translation.notes.append("packing: pairs of answers are not packed")
+    elif base == "language-model" and translation.value("stage") == "pt" and "packing" not in translation.keys.children:
+        translation.set({"task.pack": True}, "LLaMA-Factory's default of stage: pt")
+
+
+def _holdout(translation: _Translation, key: str, tree: Tree) -> None:
+    share = to_python(tree)
+    if isinstance(share, int | float) and share < 1:
+        translation.set({"data.holdout": share}, tree.location)
+    else:
+        translation.reject(key, tree, "data.holdout is a share of the rows")
 
 
 def _evaluations(translation: _Translation, key: str, tree: Tree) -> None:
@@ -342,15 +238,21 @@ def _objective(translation: _Translation, key: str, tree: Tree) -> None:
 
 def _datasets(translation: _Translation, key: str, tree: Tree) -> None:
     """Set the rows of axolotl's `datasets` or `test_datasets`, and the recipe to extend by their type."""
-    names: list[str] = []
+    names, table = list[str](), _read_table()
     for item in getattr(tree, "items", ()):
         known = item.children if isinstance(item, Branch) else {}
         values = {name: to_python(child) for name, child in known.items()}
         names += _dataset_names(values)
+        is_paired = translation.value("rl") is not None
+        types, read = table["types"], table["read"]
+        read = read | ({"type": [*types, "chat_template.default"]} if is_paired else {"field_messages": []})
         for name, child in known.items():
-            if name == "type" and values[name] in _TYPES:
-                if translation.value("rl") is None:
-                    translation.set({"extends": _TYPES[values[name]]}, child.location)
+            if name in read and set(_flatten(values[name])) <= set(read[name]):
+                continue
+            if name == "type" and str(values[name]) in types:
+                translation.set({"extends": types[values[name]]}, child.location)
+            elif name == "field_messages" and is_paired:
+                translation.reject(f"{key}.{name}", child, "rename the column to prompt")
             elif name == "field_messages":
                 translation.set({"data.columns.messages": values[name]}, child.location)
             elif name == "field":
@@ -358,6 +260,12 @@ def _datasets(translation: _Translation, key: str, tree: Tree) -> None:
             elif name not in ("path", "data_files", "name", "split", "ds_type") and values[name] is not None:
                 translation.reject(f"{key}.{name}", child)
     translation.set({"data.train.files" if key == "datasets" else "data.dev.files": names}, tree.location)
+
+
+def _flatten(value: Any) -> list[Any]:
+    """Return the values in lists and mappings of any depth."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return [value] if parts is None else [inner for part in parts for inner in _flatten(part)]
 
 
 def _dataset_names(values: Mapping[str, Any]) -> list[str]:
@@ -391,7 +299,9 @@ def _named_datasets(translation: _Translation, key: str, tree: Tree) -> None:
             )
         else:
             translation.reject(key, tree, f"{index} names no file or hub data set of {name}")
-        if "columns" in entry:
+        if "messages" in entry.get("columns", {}) and translation.value("stage") == "kto":
+            translation.reject(key, tree, f"{name}: kto reads the columns prompt, completion and label")
+        elif "columns" in entry:
             translation.notes.append(f"{name}: columns are recognised by their names, else set data.columns")
     translation.set({"data.train.files" if key == "dataset" else "data.dev.files": names}, tree.location)
 
@@ -404,8 +314,10 @@ _SPECIAL: dict[str, Callable[[_Translation, str, Tree], None]] = {
     **dict.fromkeys(("rl", "stage"), _objective),
     **dict.fromkeys(("datasets", "test_datasets"), _datasets),
     **dict.fromkeys(("dataset", "eval_dataset"), _named_datasets),
+    "max_samples": _samples,
     "max_steps": _steps,
     "warmup_steps": _warmup_steps,
+    **dict.fromkeys(("val_set_size", "val_size"), _holdout),
     "max_grad_norm": _clip,
     "neftune_noise_alpha": _noise,
     "wandb_project": _wandb,

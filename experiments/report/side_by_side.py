@@ -90,7 +90,11 @@ def _metric_table(runs: Sequence[RunResults], names: Sequence[str], split: str) 
     """Build a row for each metric and run; runs after the first also show their difference from the first."""
     first, *others = [run.split_evaluation(split) for run in runs]
     differences = [metric_differences(evaluation, first) for evaluation in others]
-    metrics = [metric for metric in first.metrics if any(metric in each for each in differences)]
+    metrics = [
+        metric
+        for metric in first.metrics
+        if not find_metric(metric).is_floor and any(metric in evaluation.metrics for evaluation in others)
+    ]
     if not metrics:
         return None
     rows = []
@@ -102,6 +106,8 @@ def _metric_table(runs: Sequence[RunResults], names: Sequence[str], split: str) 
             marked = difference is not None and not difference.paired and text.endswith(")")
             rows.append(["", name, value, f"{text} †" if marked else text])
     caption = _caption([difference for each in differences for difference in each.values()])
+    if any(evaluation.loss != first.loss for evaluation in others):
+        caption += " Losses of different tasks or tokens are not subtracted."
     return Table(["metric", "run", "value", f"minus {names[0]}"], rows, caption, frozenset({2, 3}))
 
 
@@ -125,10 +131,13 @@ def _finding(runs: Sequence[RunResults], names: Sequence[str]) -> str:
     metric = headline_metric(runs[0].eval[split]) if split is not None else None
     if split is None or metric is None or not all(metric in run.eval[split] for run in runs):
         return f"{len(runs)} runs side by side."
+    evaluations = [run.split_evaluation(split) for run in runs]
+    if not all(metric in metric_differences(evaluation, evaluations[0]) for evaluation in evaluations):
+        return f"{len(runs)} runs side by side; their losses are of different tasks or tokens."
     lower = find_metric(metric).lower
     order = sorted(range(len(runs)), key=lambda i: runs[i].eval[split][metric]["value"] * (1 if lower else -1))
     best, other = order[0], 0 if order[0] else order[1]
-    difference = metric_differences(runs[best].split_evaluation(split), runs[other].split_evaluation(split))[metric]
+    difference = metric_differences(evaluations[best], evaluations[other])[metric]
     endpoint = f"{split} {find_metric(metric).title}"
     if not difference.excludes_zero:
         values = [f"{names[i]} has {formats.with_interval(runs[i].eval[split][metric])}" for i in (best, other)]
@@ -145,8 +154,10 @@ def _curve_section(runs: Sequence[RunResults], names: Sequence[str]) -> Section:
     stages = dict.fromkeys(stage for run in runs for stage in run.metrics.stages)
     charts = []
     for stage in stages:
-        unit = " or ".join(sorted({run.loss_unit(stage) for run in runs}))
-        for split in ("train", "dev"):
-            curves = {n: run.metrics.series(stage, split, "loss") for n, run in zip(names, runs, strict=True)}
-            charts.append(overlaid_loss_chart(curves, stage=stage, split=split, unit=unit))
+        for loss in dict.fromkeys(run.loss_settings for run in runs):
+            same = {n: run for n, run in zip(names, runs, strict=True) if run.loss_settings == loss}
+            unit = next(run.loss_unit(stage) for run in same.values())
+            for split in ("train", "dev"):
+                curves = {name: run.metrics.series(stage, split, "loss") for name, run in same.items()}
+                charts.append(overlaid_loss_chart(curves, stage=stage, split=split, unit=unit))
     return Section("Curves", [ChartGroup(charts)])

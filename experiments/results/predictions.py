@@ -26,6 +26,7 @@ _LONG = ("text", "reference", "answer")
 _TEXTS = {"split", "row", "label", "predicted", "probability"}
 _RESAMPLES = 1000
 _EXPONENTIALS = {"perplexity": "loss", "pseudo_perplexity": "loss"}
+_LOSSES = {"loss", *_EXPONENTIALS}
 
 
 @dataclass(frozen=True)
@@ -144,16 +145,19 @@ class Difference(Interval):
 class RunEvaluation:
     """Comparable results of a run: eval.json of one split and, if kept, its per-row predictions.
 
-    digest: SHA-256 of the files that the split was read from.
+    digest: SHA-256 of the files that the split was read from. loss: what the loss is of: only equal ones are
+    comparable.
     """
 
     metrics: Mapping[str, Mapping[str, Any]]
     rows: Predictions | None = None
     digest: str = ""
+    loss: tuple[Any, ...] = ()
 
 
 def metric_differences(evaluation: RunEvaluation, base: RunEvaluation) -> dict[str, Difference]:
-    """Return metric → `evaluation` minus `base` for metrics that both have, baselines excluded.
+    """Return metric → `evaluation` minus `base` for metrics that both have, without baselines and without losses of
+    different tasks or tokens.
 
     Paired if both kept per-row predictions and share rows. Otherwise computed from the two intervals as if the runs had
     been evaluated on different rows: half-widths add in squares, which is too wide if the rows are in fact the same.
@@ -162,6 +166,8 @@ def metric_differences(evaluation: RunEvaluation, base: RunEvaluation) -> dict[s
     differences = {}
     for name, cell in evaluation.metrics.items():
         if name not in base.metrics or find_metric(name).is_floor:
+            continue
+        if name in _LOSSES and evaluation.loss != base.loss:
             continue
         if name in paired:
             differences[name] = paired[name]

@@ -26,7 +26,7 @@ from flatshift.finetune import atomic
 from flatshift.finetune.digests import DONE, check_files
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.metrics import find_metric, sort_for_headline
-from flatshift.finetune.run_directory import RECIPE, drop_rolled_back, parse_metrics_line
+from flatshift.finetune.run_directory import COMMAND, RECIPE, drop_rolled_back, parse_metrics_line
 from flatshift.finetune.tasks import KINDS, BaseTask
 
 _FILES = (
@@ -34,6 +34,8 @@ _FILES = (
     "evaluation.json", "tokenizers.json",
 )  # fmt: skip
 """Files of which a directory that can be shown has at least one (or `cells`)."""
+_OF_COMMANDS = (COMMAND, RECIPE, MARKER, "report.html")
+"""Files of which a directory that a command made has at least one."""
 _INNER_FOLDERS = {"cells", "runs", "stages", "selection"}
 """Folders that are never opened as runs: they belong to the run, sweep or comparison above them."""
 _MAX_RECORDS = 1000  # selected records listed on a page
@@ -136,9 +138,10 @@ class RunResults:
     def loss_unit(self, stage: str) -> str:
         """Return the unit of the loss of `stage`, as far as the recipe determines it."""
         task = self.recipe.get("task")
-        kind = task.get("kind") if isinstance(task, dict) else None
-        if not kind:
+        if not isinstance(task, dict) or not (kind := task.get("kind")):
             return "nats"
+        if task.get("loss") == "squared" and stage != "warm-up":
+            return "squared error per example"
         # A warm-up is language modelling, whatever follows.
         return (BaseTask if stage == "warm-up" else KINDS.get(str(kind), BaseTask)).traits.loss_unit
 
@@ -163,18 +166,33 @@ class RunResults:
         tree = _check_eval(self.path / "cold.json", read_object(self.path / "cold.json"))
         rows = read_predictions(self.path, "cold.parquet") if tree else {}
         return {
-            split: RunEvaluation(metrics, rows.get(split), self.split_evaluation(split).digest)
+            split: RunEvaluation(metrics, rows.get(split), self.split_evaluation(split).digest, self.loss_settings)
             for split, metrics in tree.items()
         }
 
     def split_evaluation(self, split: str) -> RunEvaluation:
         """Return the data of a split for comparison with another run; its files are identified by their digests."""
-        block = self.recipe.get("data")
-        settings = block.get(split) if isinstance(block, dict) else None
-        files = set(settings.get("files") or ()) if isinstance(settings, dict) else set()
+        files = self.split_files(split)
         inputs = [i for i in self.manifest.get("inputs", ()) if isinstance(i, dict) and i.get("path") in files]
         digest = ",".join(str(i.get("sha256")) for i in inputs)
-        return RunEvaluation(self.eval.get(split, {}), self.predictions.get(split), digest)
+        return RunEvaluation(self.eval.get(split, {}), self.predictions.get(split), digest, self.loss_settings)
+
+    def split_files(self, split: str) -> list[str]:
+        """Return the files that the recipe names for a split; empty if it is held out of the training files."""
+        block = self.recipe.get("data")
+        settings = block.get(split) if isinstance(block, dict) else None
+        return [str(name) for name in settings.get("files") or ()] if isinstance(settings, dict) else []
+
+    @property
+    def loss_settings(self) -> tuple[Any, ...]:
+        """Return the kind of task with its form of the loss, and the tokenizer's digest unless whole rows are
+        predicted."""
+        task = self.recipe.get("task")
+        if not isinstance(task, dict):
+            return ()
+        whole_rows = KINDS.get(str(task.get("kind")), BaseTask).traits.is_sequence_level
+        tokenizer = self.manifest.get("backbone", {}).get("files", {}).get("tokenizer.json")
+        return task.get("kind"), task.get("loss"), bool(task.get("multi")), None if whole_rows else tokenizer
 
     @cached_property
     def sharpness(self) -> dict[str, Any]:
@@ -443,7 +461,7 @@ def list_directories(folder: Path) -> list[DirectoryEntry]:
 
 
 def _iter_runs(folder: Path, depth: int) -> Iterator[Path]:
-    if is_run(folder):
+    if is_run(folder) and any((folder / name).is_file() for name in _OF_COMMANDS):
         yield folder
     elif depth:
         skipped = _INNER_FOLDERS | {"adapter", "state", "plots", "initial"}
@@ -455,7 +473,8 @@ def _iter_runs(folder: Path, depth: int) -> Iterator[Path]:
 def _run_entry(run: RunResults, name: str) -> DirectoryEntry:
     created = str(run.environment.get("created") or run.manifest.get("created") or "") or _modified_time(run.path)
     date = created.replace("+00:00", "Z")
-    for kind, present in {"comparison": run.comparison, "evaluation": run.evaluation}.items():
+    documents = {"comparison": run.comparison, "evaluation": run.evaluation, "tokenizers": run.tokenizers}
+    for kind, present in documents.items():
         if present:
             return DirectoryEntry(name, kind, "finished", date=date)
     if (run.path / MARKER).is_file() or (run.path / "cells").is_dir():

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from flatshift.experiments.statistics.curve import Lost
-from flatshift.experiments.statistics.intervals import Interval, t_interval
+from flatshift.experiments.statistics.intervals import Interval, paired_difference, t_interval
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.metrics import find_metric
 
@@ -216,26 +216,50 @@ class SweepTable:
         return int(counts.min()), int(counts.max())
 
     def means(self, column: str) -> list[tuple[dict[str, Any], Interval]]:
-        """Return (setting, interval) of every measured setting, in one pass over the rows."""
+        """Return (setting, interval) of every measured setting."""
         figures = self.column(column)
-        good = np.flatnonzero(np.isfinite(figures))
+        means = [(setting, metric_interval(column, figures[rows])) for setting, rows in self._measured_rows(column)]
+        return [(setting, interval) for setting, interval in means if interval is not None]
+
+    def _measured_rows(self, column: str) -> list[tuple[dict[str, Any], np.ndarray]]:
+        """Return (setting, indices of its rows with a value of `column`), in one pass over the rows."""
+        good = np.flatnonzero(np.isfinite(self.column(column)))
         if not len(good):
             return []
         codes = np.column_stack([self._codes[a][good] for a in self.axes] or [np.zeros(len(good), dtype=np.int64)])
         keys, groups = np.unique(codes, axis=0, return_inverse=True)
         order = np.argsort(groups.ravel(), kind="stable")
         starts = np.searchsorted(groups.ravel()[order], np.arange(1, len(keys)))
-        intervals = []
-        for key, values in zip(keys.tolist(), np.split(figures[good][order], starts), strict=True):
-            interval = metric_interval(column, values)
-            if interval is not None:
-                intervals.append(({a: self._levels[a][c] for a, c in zip(self.axes, key, strict=False)}, interval))
-        return intervals
+        return [
+            ({a: self._levels[a][c] for a, c in zip(self.axes, key, strict=False)}, rows)
+            for key, rows in zip(keys.tolist(), np.split(good[order], starts), strict=True)
+        ]
 
     def best(self, column: str) -> tuple[dict[str, Any], Interval] | None:
         """Return the setting with the lowest mean of `column`, and that mean; None if nothing was measured."""
         means = self.means(column)
         return min(means, key=lambda item: item[1].value) if means else None
+
+    def ties(self, column: str) -> list[dict[str, Any]]:
+        """Return the other settings that tie with the `best` one: the 95 % interval of their difference, paired by
+        seed, holds zero. A single seed ties only with an equal value."""
+        best = self.best(column)
+        if best is None:
+            return []
+        figures, seeds = self.column(column), self._codes["seed"]
+        by_seed = [
+            (setting, dict(zip(seeds[rows].tolist(), figures[rows].tolist(), strict=True)))
+            for setting, rows in self._measured_rows(column)
+        ]
+        lowest = next(values for setting, values in by_seed if setting == best[0])
+        ties = []
+        for setting, values in by_seed:
+            difference = paired_difference(values, lowest)
+            if setting == best[0] or difference is None or difference.excludes_zero:
+                continue
+            if difference.n > 1 or difference.value == 0:
+                ties.append(setting)
+        return ties
 
 
 def metric_interval(column: str, values: Any) -> Interval | None:

@@ -6,9 +6,11 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import statistics
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from functools import partial
@@ -73,20 +75,38 @@ def print_heartbeat(name: str, every: float = _EVERY_S) -> Iterator[None]:
         thread.join()
 
 
-class _RateMeter:
-    """Units per second since the first report, so that neither startup nor work done before a resume counts."""
+_SAMPLE_S, _SAMPLES, _FEWEST_SAMPLES = 0.25, 15, 3
+"""Shortest sample of a task's pace in seconds, recent samples that count, and samples that an estimate needs."""
+
+
+class _PaceMeter:
+    """Pace of a task since its first report, so that neither startup nor work done before a resume counts."""
 
     def __init__(self) -> None:
-        self._start = time.monotonic()
         self._first: tuple[int, float] | None = None
+        self._last = (0, 0.0)
+        self._seconds_each: deque[float] = deque(maxlen=_SAMPLES)
+        self.rate: float | None = None
+        """Mean units per second; None before anything was done."""
 
-    def report(self, done: int) -> float:
-        """Return the rate; over all that is `done` since the start if nothing was done after the first report."""
+    def report(self, done: int) -> None:
+        """Count `done` units as finished by now; fewer than before were rolled back."""
         now = time.monotonic()
-        before, since = self._first = self._first or (done, now)
-        if done > before:
-            return (done - before) / max(now - since, 1e-9)
-        return done / max(now - self._start, 1e-9)
+        if self._first is None or done < self._last[0]:
+            self._first = self._last = (done, now)
+            return
+        count, seconds = done - self._last[0], now - self._last[1]
+        if done > self._first[0]:
+            self.rate = (done - self._first[0]) / max(now - self._first[1], 1e-9)
+        if count and seconds >= _SAMPLE_S:
+            self._seconds_each.append(seconds / count)
+            self._last = (done, now)
+
+    def format_eta(self, units: int | None) -> str:
+        """Format the remaining time of `units` at the median pace of recent samples; empty with too few samples."""
+        if not units or len(self._seconds_each) < _FEWEST_SAMPLES:
+            return ""
+        return f"ETA {units * statistics.median(self._seconds_each):.0f} s"
 
 
 class ProgressBar(Protocol):
@@ -166,31 +186,32 @@ class Console:
             bars.BarColumn(),
             bars.MofNCompleteColumn(),
             bars.TextColumn("{task.fields[rate]}"),
-            bars.TimeRemainingColumn(),
+            bars.TextColumn("{task.fields[eta]}"),
             bars.TextColumn("{task.fields[note]}", style="dim"),
         )
-        meter = _RateMeter()
+        meter = _PaceMeter()
         bar = partial(bars.Progress, *columns, transient=brief)
         with pause_heartbeat(), drawn(lambda console: bar(console=console)) as progress:
-            task = progress.add_task(label, total=total, note="", rate="")
+            task = progress.add_task(label, total=total, note="", rate="", eta="")
 
             def update(done: int, note: str = "") -> None:
-                rate, note = meter.report(done), escape_control_characters(note)
-                progress.update(task, completed=done, note=note, rate=format_rate(rate, unit) if unit else "")
+                meter.report(done)
+                rate = format_rate(meter.rate, unit) if unit and meter.rate is not None else ""
+                eta = meter.format_eta(None if total is None else total - done)
+                progress.update(task, completed=done, note=escape_control_characters(note), rate=rate, eta=eta)
 
             yield update
 
     def _lines(self, label: str, total: int | None, unit: str, brief: bool) -> Iterator[ProgressBar]:
         start = last = time.monotonic()
-        latest, meter = (0, ""), _RateMeter()
+        latest, meter = (0, ""), _PaceMeter()
         printed: tuple[int, str] | None = None
 
         def print_line(done: int, note: str) -> None:
-            elapsed, rate = time.monotonic() - start, meter.report(done)
-            speed = f", {format_rate(rate, unit)}" if unit and done else ""
-            progress = f"{done}{'' if total is None else f'/{total}'}{speed}, {elapsed:.0f} s"
-            eta = f", ETA {(total - done) / rate:.0f} s" if done and total is not None else ""
-            self.say(f"{label}: {progress}{eta}{'  ' + note if note else ''}")
+            rate = format_rate(meter.rate, unit) if unit and meter.rate is not None else ""
+            progress = [f"{done}{'' if total is None else f'/{total}'}", rate, f"{time.monotonic() - start:.0f} s"]
+            progress.append(meter.format_eta(None if total is None else total - done))
+            self.say(f"{label}: {', '.join(filter(None, progress))}{'  ' + note if note else ''}")
 
         def update(done: int, note: str = "") -> None:
             nonlocal last, latest, printed

@@ -137,7 +137,8 @@ class SampleGradients:
 
 def train_loss_gap(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Callable[[Sequence[str]], np.ndarray]:
     """Train a light adapter on `target` by the usual training loop; return texts → (n,) nats per token of the backbone
-    with it minus those of the backbone alone, NaN for a text without a token."""
+    with it minus those of the backbone alone, relative to the latter if `normalised`; NaN for a text without a token.
+    """
     from flatshift.finetune.compute.numerics import evaluation_mode
     from flatshift.finetune.data.batches import TrainingDataLoader
     from flatshift.finetune.data.eval_batching import EvalBatching, get_pad_token_id
@@ -189,7 +190,8 @@ def train_loss_gap(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> 
             with model.disable_adapter():
                 before, _ = document_nats(model, encoded, inference, task=LANGUAGE)
         out = np.full(len(texts), np.nan)
-        out[[int(example.id) for example in encoded]] = (after - before) / np.maximum(tokens, 1)
+        per = np.maximum(before, _FLOOR) if settings.normalised else np.maximum(tokens, 1)
+        out[[int(example.id) for example in encoded]] = (after - before) / per
         return out
 
     return measure

@@ -11,12 +11,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 import multiprocessing
 import os
 import pickle
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -35,6 +33,7 @@ import numpy as np
 from flatshift.experiments.recipe.schema import Select
 from flatshift.experiments.results.cells import flatshift_version
 from flatshift.experiments.run.console import Console
+from flatshift.experiments.run.ray_cluster import count_room, ray_cluster, require_ray
 from flatshift.finetune.atomic import atomic_file as atomic_path
 from flatshift.finetune.atomic import make_directory, read_json_object, write_json, write_text
 from flatshift.finetune.data.config import Columns
@@ -56,7 +55,6 @@ _TASKS_A_WORKER, _MOST_TASKS = 8, 1000
 """Most tasks of a stage: for each worker of this machine, and on a cluster (the usual limit of a Slurm array)."""
 _MEMORY_GB = 2
 _POLL_S = 2.0
-_CONNECT_S = 10.0
 _SETTLE_S = 10.0
 """Seconds that a network file system may take to show a file of another machine."""
 
@@ -101,10 +99,7 @@ class ShardExecutor:
         if kind == "slurm" and shutil.which("sbatch") is None:
             raise UserError(f"--on {text}: there is no sbatch here; start the command on a machine that submits jobs")
         if kind == "ray":
-            try:
-                import ray  # noqa: F401
-            except ImportError:
-                raise UserError(f"--on {text} needs the package ray: pip install 'flatshift[ray]'") from None
+            require_ray()
         return cls(kind, detail)
 
 
@@ -137,10 +132,11 @@ class Stages:
         self._pool_digest = ""
         self.contents: list[dict[str, Any]] = []
         """Of `describe_content`, for each file of the pool that was read."""
+        self._ray: Any = None
 
     def __enter__(self) -> Stages:
         if self.executor.kind == "ray":
-            self._stack.enter_context(_ray_cluster(self.executor.detail))
+            self._ray = self._stack.enter_context(ray_cluster(self.executor.detail))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -303,7 +299,7 @@ class Stages:
         # Its messages about the whole job are ours to print; those of tasks are in their logs.
         logger.disable("datatrove")
         if self.executor.kind == "ray":
-            _check_ray_node()
+            count_room(self._ray, {"CPU": 1, "memory": _MEMORY_GB << 30}, "task")
             return RayPipelineExecutor(**common, mem_per_cpu_gb=_MEMORY_GB)
         return _slurm_executor(self.executor.detail, stage, **common)
 
@@ -632,33 +628,3 @@ def _is_queued(job: str) -> bool:
     """Return True unless Slurm says that the job has ended."""
     asked = subprocess.run(["squeue", "-h", "-j", job], capture_output=True, text=True, check=False)
     return bool(asked.stdout.strip()) if asked.returncode == 0 else "Invalid job id" not in asked.stderr
-
-
-@contextlib.contextmanager
-def _ray_cluster(address: str) -> Iterator[None]:
-    import ray
-
-    address = address or os.environ.get("RAY_ADDRESS", "")
-    host, _, port = address.rpartition(":")
-    try:
-        if address:  # Ray itself would go on asking for many minutes
-            socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
-        ray.init(address or "auto", log_to_driver=False, logging_level=logging.ERROR)
-    except (OSError, RuntimeError, ValueError):
-        raise UserError(
-            f"--on ray{address and ':'}{address}: no Ray cluster answers {'there' if address else 'here'}; start one "
-            "(`ray start --head`), or name its address, ray:HOST:PORT"
-        ) from None
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-def _check_ray_node() -> None:
-    """Raise UserError if no node has the resources of a task: Ray would wait for one for ever."""
-    import ray
-
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if not any(node.get("CPU", 0) >= 1 and node.get("memory", 0) >= _MEMORY_GB << 30 for node in nodes):
-        raise UserError(f"--on ray: no node of the cluster has a CPU and {_MEMORY_GB} GiB for a task; add one")

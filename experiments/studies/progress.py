@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 from flatshift.experiments.run.console import Console, drawn
 from flatshift.experiments.studies.cell import Cell, point_label
+from flatshift.finetune.figures import format_duration
 
 _MIN_FITTED = 4
 """Fewest finished cells to fit the three coefficients of a `CostModel`; below, time is proportional to the tokens."""
@@ -30,7 +32,7 @@ def cost_terms(cell: Cell) -> tuple[float, float, float]:
 
 
 class CostModel:
-    """Predict the seconds of cells. A point with finished cells gets their mean. Others: seconds ≈ a + b·tokens +
+    """Predict the seconds of cells. A point with finished cells gets their median. Others: seconds ≈ a + b·tokens +
     c·tokens·rank with a, b, c ≥ 0, fitted to the relative error of the finished cells."""
 
     def __init__(self) -> None:
@@ -55,7 +57,7 @@ class CostModel:
         total = 0.0
         for cell in cells:
             if measured := self._points.get(point_label(cell.point)):
-                total += sum(measured) / len(measured)
+                total += statistics.median(measured)
             else:
                 total += sum(w * x for w, x in zip(self._fitted[1], cost_terms(cell), strict=True))
         return total
@@ -149,7 +151,7 @@ class CellProgress:
         minutes = (self._clock() - self._start) / 60
         rate = f", {(finished - self.before) / minutes:.3g} cells/min" if finished > self.before and minutes > 0 else ""
         seconds = self.eta()
-        eta = f", ETA {_format_duration(seconds)}" if seconds is not None and finished < self.total else ""
+        eta = f", ETA {format_duration(round(seconds))}" if seconds is not None and finished < self.total else ""
         failed = f", {self.failed} failed" if self.failed else ""
         return f"{self.label}: {finished}/{self.total} cells{failed}{rate}{eta}{'  ' + note if note else ''}"
 
@@ -204,10 +206,3 @@ class CellProgress:
         for name, total, done, running, failed in rows:
             table.add_row(name, str(done), str(running or ""), f"[red]{failed}[/]" if failed else "", str(total))
         return table
-
-
-def _format_duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = seconds / 60
-    return f"{minutes:.0f} min" if minutes < 90 else f"{minutes / 60:.1f} h"

@@ -135,11 +135,11 @@ class _Batch:
 
 
 def parse_executor(options: ExecutorOptions) -> tuple[str, str | None]:
-    """Return the kind of executor, and the address of a Ray cluster if one is given. Raises UserError for another
-    word, and for a flag that the executor has no use for."""
-    kind, _, address = options.on.partition(":")
-    if kind not in ("local", "ray", "slurm") or (address and kind != "ray"):
-        raise UserError(f"--on {options.on}: write local, ray, ray:HOST:PORT or slurm")
+    """Return the kind of executor, and the address of a Ray cluster or the partition of Slurm if one is given. Raises
+    UserError for another word, and for a flag that the executor has no use for."""
+    kind, colon, address = options.on.partition(":")
+    if kind not in ("local", "ray", "slurm") or (colon and (not address or kind == "local")):
+        raise UserError(f"--on {options.on}: write local, ray, ray:HOST:PORT, slurm or slurm:PARTITION")
     if address.startswith("//"):
         raise UserError(f"--on {options.on}: start the command on a node of the cluster and write ray:HOST:PORT")
     if options.memory is not None and not 0 < options.memory <= _MOST_GIB:
@@ -167,4 +167,4 @@ def open_executor(options: ExecutorOptions, local: Executor, *, jobs: int | None
         return RayExecutor(address, resources, jobs=jobs, retries=options.retries)
     from flatshift.experiments.studies.executors.slurm import SlurmExecutor
 
-    return SlurmExecutor(resources, minutes=options.time or 60, jobs=jobs, retries=options.retries)
+    return SlurmExecutor(resources, partition=address, minutes=options.time or 60, jobs=jobs, retries=options.retries)

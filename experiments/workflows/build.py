@@ -6,12 +6,12 @@ from __future__ import annotations
 import dataclasses
 import gc
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from flatshift.experiments.data.sources import sample_train_for_eval
+from flatshift.experiments.data.sources import iter_source_rows, list_source_files, sample_train_for_eval
 from flatshift.experiments.data.splits import PreparedData, read_splits
 from flatshift.experiments.recipe.schema import Recipe, warm_up_task
 from flatshift.experiments.run.console import Console
@@ -21,7 +21,7 @@ from flatshift.finetune.compute.cuda_status import resolve_device
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.example import IGNORE, Example
-from flatshift.finetune.data.rows import limit_rows
+from flatshift.finetune.data.rows import Row, limit_rows
 from flatshift.finetune.digests import adapter_digest, record_digest
 from flatshift.finetune.evaluate.evaluator import evaluate
 from flatshift.finetune.evaluate.metrics import find_metric
@@ -60,27 +60,12 @@ def load_model(
     if adapter is None and initial is None:
         settings = dataclasses.replace(settings, init="default", init_rows=None, start=None, under=None)
     world = world or ProcessMesh.alone(resolve_device(recipe.train.device))
-    check_mesh_equality(
-        recipe.backbone,
-        task=task,
-        adapter=settings,
-        train=recipe.train,
-        mesh=recipe.mesh,
-        world=world,
-        label_names=label_names,
-    )
+    place: dict[str, Any] = {"train": recipe.train, "mesh": recipe.mesh, "world": world}
+    model: dict[str, Any] = {"task": task, "adapter": settings, "label_names": label_names, **place}
+    check_mesh_equality(recipe.backbone, **model)
     gc.collect()  # an earlier stage's model: hooks put it into reference cycles, and memory may not hold two
-    engine = build_engine(
-        recipe.backbone,
-        task=task,
-        adapter=settings,
-        train=recipe.train,
-        mesh=recipe.mesh,
-        world=world,
-        label_names=label_names,
-        log=log,
-        beginning=initial if adapter is None else InitialAdapter(folder=adapter),
-    )
+    beginning = initial if adapter is None else InitialAdapter(folder=adapter)
+    engine = build_engine(recipe.backbone, **model, log=log, beginning=beginning)
     if adapter is not None:
         engine.load_adapter(adapter)
     return engine, open_backbone(recipe.backbone).tokenizer
@@ -145,6 +130,8 @@ def evaluate_splits(
     splits that finish now are added to it.
     """
     splits = {"train": sample_train_for_eval(recipe, prepared.train), "dev": prepared.dev, "test": prepared.test}
+    sources = list_source_files(recipe.data)
+    files = {"dev": sources["dev"] or sources["train"], "test": sources["test"] or sources["train"]}
     result, tables = {}, []
     for split, examples in splits.items():
         if not examples:
@@ -160,7 +147,9 @@ def evaluate_splits(
             )  # fmt: skip
             table = None
             if predictions is not None and split != "train" and engine.is_main:
-                table = build_predictions_table(split, columns | {"text": decode_examples(examples, tokenizer)})
+                rows = iter_source_rows(recipe.data, recipe.task, files[split], [], skipped=[])
+                texts = describe_examples(recipe, examples, tokenizer, rows)
+                table = build_predictions_table(split, columns | {"text": texts})
             if finished is not None:
                 finished.add(split, result[split], table)
         console.say(f"{split}: {', '.join(format_metrics(result[split]))}")
@@ -244,9 +233,20 @@ def format_example_places(examples: Sequence[Example]) -> list[str]:
     return [example.where.rpartition("/")[2] for example in examples]
 
 
-def decode_examples(examples: Sequence[Example], tokenizer: Any) -> list[str | None]:
-    """Return the text that the model reads of each of the first examples, up to the answer if there is one."""
+def describe_examples(
+    recipe: Recipe, examples: Sequence[Example], tokenizer: Any, rows: Iterable[Row]
+) -> list[str | None]:
+    """Return the text of each of the first examples: what the model reads up to the answer, if there is one, and of
+    whole rows the text in `rows`, which a tokenizer may lower."""
     texts: list[str | None] = [None] * len(examples)
+    if recipe.task.traits.is_sequence_level:
+        indices = {example.where: index for index, example in enumerate(examples[:MAX_TEXTS])}
+        for row in rows:
+            if (index := indices.pop(row.where, None)) is not None:
+                texts[index] = shorten_text(" ".join(row.values[n] for n in ("text", "text2") if row.values.get(n)))
+            if not indices:
+                break
+        return texts
     for index, example in enumerate(examples[:MAX_TEXTS]):
         ids, labels = example.input_ids, example.labels
         if example.prompt is not None:

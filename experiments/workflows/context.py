@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ from flatshift.finetune.planner.throughput import find_device
 from flatshift.finetune.run_directory import RunDirectory
 from flatshift.finetune.seeds import derive_seed
 from flatshift.finetune.tasks import Task
+from flatshift.finetune.train.checkpointer import resume_step
 from flatshift.finetune.train.peak_memory import PlannedStep
 from flatshift.finetune.train.schedule import Schedule
 from flatshift.finetune.train.stage import StageResult, TrainingStage, check_length
@@ -141,8 +143,8 @@ def _resolve_peak_tflops(recipe: Recipe, world: ProcessMesh, console: Console) -
 
 
 LABEL_NOISE = "label_noise.json"
-_FEW_STEPS = 10
-"""Below this number of steps a packed run says why it has so few."""
+_FEW_STEPS, _MANY_EPOCHS = 10, 20
+"""Steps below which a packed run says why it has so few, and epochs above which a run is warned of."""
 _COUNTED_STEPS = 5
 """Updates whose tokens are counted for an estimate of time."""
 
@@ -199,6 +201,7 @@ def open_stage(context: RunContext, plan: StagePlan) -> Iterator[OpenStage]:
         save_initial_adapter(path, recipe, engine, console.say)
     settings = _build_training_stage(context, plan, engine, tokenizer)
     with console.task(plan.name, plan.train.steps, "steps") as bar:
+        bar(resume_step(context.run.state, stage=plan.name))
         settings = dataclasses.replace(settings, on_step=_make_step_callback(context, plan, bar))
         stage = OpenStage(adapter, Trainer(engine, tokenizer, settings))
         yield stage
@@ -251,6 +254,11 @@ def _build_training_stage(context: RunContext, plan: StagePlan, engine: Engine, 
     epochs = count_source_epochs(batches, prepared.mixture, train.steps)
     for line in format_source_epochs(epochs, train.steps, approximate=batches.packed):
         log(line)
+    total = sum(source["drawn"] for source in epochs) / sum(source["examples"] for source in epochs)
+    if total > _MANY_EPOCHS and not context.cell and recipe.sweep is None:
+        setting = "train.steps" if is_last else "warmup.steps"
+        steps = math.ceil(3 * train.steps / total)
+        log(f"warning: {total:.0f} epochs mostly memorise the rows; 3 epochs are --{setting} {steps:,}")
     if batches.packed and train.steps < _FEW_STEPS:
         log(
             f"note: a packed row holds several of yours, so this is {train.steps} optimizer step"
@@ -326,8 +334,10 @@ def _report_plan(
         if planned is not None and planned.seconds is not None:
             cuda = engine.device.type == "cuda"
             basis = "of the longest rows, by the model of `flatshift plan`" if cuda else "one row was timed"
-            count = "one step" if train.steps == 1 else f"{train.steps:,} steps"
-            step, total = (format_duration(n * planned.seconds) for n in (1, train.steps))
+            before = resume_step(context.run.state, stage=plan.name)
+            steps = train.steps - before
+            count = ("one step" if steps == 1 else f"{steps:,} steps") + (f" after {before:,}" if before else "")
+            step, total = (format_duration(n * planned.seconds) for n in (1, steps))
             time_lines = [f"  about {total}: {count} of {step}, {basis}"]
     context.console.outline([*condense_plan(memory_lines), *time_lines], [*memory_lines, *time_lines])
     return planned

@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import itertools
 import platform
+import re
 import shutil
 import sys
 import tomllib
@@ -29,12 +30,21 @@ HOME = Path(__file__).parents[3]
 EXTRAS = {
     "zstd": "read .zst input",
     "remote": "read input from s3:// and https://",
+    "datatrove": "read shards of documents through datatrove's maps",
     "hf": "read hub data sets and `datasets` directories",
     "harness": "run lm-eval tasks on a run directory (eval --harness)",
     "gguf": "write GGUF files for llama.cpp and Ollama (export --to gguf)",
     "quant": "keep backbones in 4 or 8 bits (train.quantization)",
     "cuda": "another kernel for the loss on CUDA, taken where it is faster",
+    "track-tensorboard": "write event files of TensorBoard (tracker.kinds)",
+    "track-wandb": "report to Weights & Biases (tracker.kinds)",
+    "track-trackio": "report to Trackio (tracker.kinds)",
+    "words": "count words of Thai, Khmer, Chinese and Japanese",
+    "ray": "run cells of studies on a Ray cluster (--on ray)",
+    "slurm": "run cells of studies as Slurm jobs (--on slurm)",
 }
+"""Uses of the extras; another extra of the metadata is described by its packages."""
+_DEVELOPMENT_EXTRAS = {"all", "bench", "demo", "docs", "real", "test", "test-remote"}
 Findings = list[dict[str, str]]
 _MIN_DISK = 1 << 30  # bytes; a run directory with its checkpoints should fit
 _CGROUP = Path("/sys/fs/cgroup")
@@ -104,7 +114,7 @@ def read_requirements() -> list[Requirement]:
 def check_versions(problems: Findings, notes: Findings) -> tuple[dict[str, Any], dict[str, Any]]:
     """Check the versions of the core packages, and find the installed extras.
 
-    Returns ({package: {installed, wanted, ok}}, {extra: {installed, gives, get}}).
+    Returns ({package: {installed, wanted, ok}}, {extra: {installed, gives, get, packages}}).
     """
     try:
         requirements = read_requirements()
@@ -119,14 +129,16 @@ def check_versions(problems: Findings, notes: Findings) -> tuple[dict[str, Any],
             state = "is not installed" if row["installed"] is None else f"{row['installed']} is outside {row['wanted']}"
             problems.append({"what": f"{name} {state}", "fix": f"pip install '{name}{row['wanted']}'"})
     extras: dict[str, Any] = {}
-    for extra, gives in EXTRAS.items():
-        own = [
-            r for r in requirements if r not in core and r.marker is not None and r.marker.evaluate({"extra": extra})
-        ]
+    optional = [r for r in requirements if r not in core]
+    names = {name for r in optional for name in re.findall(r'extra == "([^"]+)"', str(r.marker))}
+    for extra in sorted(names - _DEVELOPMENT_EXTRAS):
+        own = [r for r in optional if r.marker is not None and r.marker.evaluate({"extra": extra})]
         rows = {r.name: _version_row(r) for r in own}
+        gives = EXTRAS.get(extra, ", ".join(rows))
         get = f"pip install '{DISTRIBUTION}[{extra}]'"
         installed = bool(rows) and all(row["ok"] for row in rows.values())
-        extras[extra] = {"installed": installed, "gives": gives, "get": get}
+        packages = {name: row["installed"] for name, row in rows.items()}
+        extras[extra] = {"installed": installed, "gives": gives, "get": get, "packages": packages}
         for name, row in rows.items():
             if row["installed"] is not None and not row["ok"]:
                 notes.append({"what": f"{name} {row['installed']} is outside {row['wanted']}", "fix": get})
@@ -307,7 +319,8 @@ def format_result(result: Mapping[str, Any]) -> str:
         lines.append(f"{mark} {name.ljust(width)}  {row['installed'] or 'missing'}  (wants {row['wanted'] or 'any'})")
     lines.append("")
     for extra, row in result["extras"].items():
-        state = "installed" if row["installed"] else f"missing: {row['get']}"
+        state = ", ".join(f"{name} {installed}" for name, installed in row["packages"].items())
+        state = state if row["installed"] else f"missing: {row['get']}"
         lines.append(f"extra {extra} ({row['gives']}): {state}")
     lines.append("")
     devices = result["devices"]

@@ -20,14 +20,20 @@ import numpy as np
 
 from flatshift.experiments.data.encode import encode_rows
 from flatshift.experiments.data.sources import SourceFiles
-from flatshift.experiments.data.splits import prepare_data, prepare_eval_data, read_label_record, read_splits
+from flatshift.experiments.data.splits import (
+    KnownRows,
+    prepare_data,
+    prepare_eval_data,
+    read_label_record,
+    read_splits,
+)
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.workflows.build import (
     MAX_TEXTS,
     build_predictions_table,
-    decode_examples,
+    describe_examples,
     evaluate_split,
     evaluate_splits,
     format_metrics,
@@ -178,6 +184,10 @@ class _SideBySide:
             splits = {"data": rows}
             if not rows:
                 source.refuse_none(skipped)
+            if subject.run is not None:
+                known_rows = KnownRows(subject.run)
+                rows = list(known_rows.compare(rows, columns))
+                self.results.notes += [f"{subject.name}: {warning}" for warning in known_rows.warnings()]
         else:
             read = read_splits(recipe)
             splits = {name: rows for name, rows in (("dev", read.dev), ("test", read.test)) if rows}
@@ -245,7 +255,7 @@ class _SideBySide:
                     watch=self.console.evaluating, figures=figures, columns=columns,
                 )  # fmt: skip
                 places = [example.where for example in examples]
-                columns["text"] = decode_examples(examples, tokenizer)
+                columns["text"] = describe_examples(recipe, examples, tokenizer, rows)
             if intervals is None:
                 everything = np.arange(len(rows))
                 intervals = {name: group_interval(figure, [everything], **draw) for name, figure in figures.items()}

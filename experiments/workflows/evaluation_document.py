@@ -80,7 +80,7 @@ def build_document(
         raise UserError(f"--trained: no row has {group_by or 'a --group-by column'} {unknown[0]!r}")
     references = _find_references(subjects)
     tokenizers = {s.name: open_backbone(s.recipe.backbone).text_digests.get("tokenizer.json") for s in subjects}
-    unlike_tokenizers = {(name, base) for name, base in references.items() if tokenizers[name] != tokenizers[base]}
+    losses = {s.name: (tokenizers[s.name], s.recipe.task.name, s.recipe.task.squares) for s in subjects}
     pairs = {f"{name} − {base}": (name, base) for name, base in references.items()}
 
     def average(
@@ -96,7 +96,7 @@ def build_document(
             for members in chosen
         ]
         base_figures = None if base is None else results.align(name, base, split)
-        incomparable = {"fertility"} | ({"loss", "perplexity"} if (name, base) in unlike_tokenizers else set())
+        incomparable = {"fertility", *(("loss", "perplexity") if base and losses[name] != losses[base] else ())}
         config = subjects[0].recipe.eval
         seed = derive_seed(subjects[0].recipe.train.seed, "bootstrap", split)
         averages = {}
@@ -128,7 +128,7 @@ def build_document(
     }
     if few_shot is not None:
         document["few_shot"] = _build_few_shot_record(few_shot, results, list(splits), references)
-    elif unlike_tokenizers:
+    elif any(tokenizers[name] != tokenizers[base] for name, base in references.items()):
         document["notes"].append(
             "Tokenizers differ, so figures per token are not comparable between subjects: compare by byte, character "
             "or word."

@@ -11,6 +11,7 @@ reduced.
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +26,6 @@ from flatshift.regularizers.config import RegularizerConfig
 from ..adapters.adapter import trainable
 from ..adapters.soft_tokens import blank_features
 from ..compute.capabilities import preserve_rng_state
-from ..compute.matmul_rate import time_interleaved
 from ..compute.numerics import SHORT, attention_kernel, without_input_casts
 from ..compute.precision import autocast, infer_precision
 from ..config import WIDTHS, Adapter, Mesh, Optimizer, OptimizerKind, Train
@@ -173,25 +173,22 @@ def _regularizer_bytes(model: nn.Module, train: Train, regularizer: RegularizerC
     )
 
 
-_TIMED_TOKENS, _QUICK = 128, 0.5
-"""Tokens of a row that is timed, at most; seconds below which it is timed again, as first passes are slow."""
+_TIMED_TOKENS, _PASSES, _ENOUGH_S = 128, 5, 2.0
+"""Most tokens of a row that is timed, its most passes, and the seconds after which no other pass begins."""
 
 
 def token_seconds(model: nn.Module, tokens: int, train: Train) -> float:
-    """Time of a forward and backward pass for one token, taken on a row of `tokens` tokens, at most 128; the global
-    random state and all gradients are left as they were."""
+    """Time of a forward and backward pass for one token, taken on a row of `tokens` tokens, at most 128: the median of
+    some passes, without the first, which is slow, if there is time for more. The global random state and all gradients
+    are left as they were."""
     length, adapter = max(1, min(tokens, _TIMED_TOKENS)), list(trainable(model).values())
+    seconds: list[float] = []
     with _one_row(model, length, train) as forward:
-
-        def update() -> None:
+        while len(seconds) < _PASSES and sum(seconds) < _ENOUGH_S:
+            started = time.perf_counter()
             torch.autograd.grad(forward().float().sum(), adapter, allow_unused=True)
-
-        started = time.perf_counter()
-        update()
-        seconds = time.perf_counter() - started
-        if seconds < _QUICK:
-            (seconds,) = time_interleaved([update], turns=2)
-    return seconds / length
+            seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[1:] or seconds) / length
 
 
 @contextlib.contextmanager

@@ -35,106 +35,24 @@ _WIDE = {"gelu_new": 5, "gelu": 2, "relu": 2}
 _LEARNED = re.compile(r"\b(wpe|position_embeddings?|embed_positions|positions_embed)\.weight$")
 _LONGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors format
 _MAKERS = (
-    *(
-        "",
-        "meta-llama",
-        "mistralai",
-        "qwen",
-        "google",
-        "microsoft",
-        "huggingfacetb",
-        "openai",
-        "deepseek-ai",
-        "zai-org",
-    ),
-    *("ibm-granite", "google-bert", "facebookai", "answerdotai"),
+    *("", "meta-llama", "mistralai", "qwen", "google", "microsoft", "huggingfacetb", "openai", "deepseek-ai"),
+    *("zai-org", "ibm-granite", "google-bert", "facebookai", "answerdotai"),
 )
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
 
-KNOWN: Mapping[str, Mapping[str, Any]] = {
-    name: {
-        "model_type": kind,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
-        "vocab_size": vocabulary,
-        "tie_word_embeddings": tied,
-        "max_position_embeddings": positions,
-        **dict(others),
-    }
-    for name, kind, hidden, inner, layers, heads, groups, vocabulary, tied, positions, *others in (
-        ("llama-2-7b", "llama", 4096, 11008, 32, 32, 32, 32000, False, 4096),
-        ("llama-2-13b", "llama", 5120, 13824, 40, 40, 40, 32000, False, 4096),
-        ("llama-2-70b", "llama", 8192, 28672, 80, 64, 8, 32000, False, 4096),
-        ("llama-3.1-8b", "llama", 4096, 14336, 32, 32, 8, 128256, False, 131072),
-        ("llama-3.1-70b", "llama", 8192, 28672, 80, 64, 8, 128256, False, 131072),
-        ("llama-3.1-405b", "llama", 16384, 53248, 126, 128, 8, 128256, False, 131072),
-        ("llama-3.2-3b", "llama", 3072, 8192, 28, 24, 8, 128256, True, 131072),
-        ("mistral-7b", "mistral", 4096, 14336, 32, 32, 8, 32000, False, 32768),
-        ("qwen2.5-0.5b", "qwen2", 896, 4864, 24, 14, 2, 151936, True, 32768),
-        ("qwen2.5-7b", "qwen2", 3584, 18944, 28, 28, 4, 152064, False, 131072),
-        ("qwen2.5-72b", "qwen2", 8192, 29568, 80, 64, 8, 152064, False, 131072),
-        ("llama-3.2-1b", "llama", 2048, 8192, 16, 32, 8, 128256, True, 131072),
-        ("llama-3.3-70b", "llama", 8192, 28672, 80, 64, 8, 128256, False, 131072),
-        ("mistral-7b-instruct-v0.3", "mistral", 4096, 14336, 32, 32, 8, 32768, False, 32768),
-        ("mistral-nemo-instruct-2407", "mistral", 5120, 14336, 40, 32, 8, 131072, False, 131072, ("head_dim", 128)),
-        ("mistral-small-24b-instruct-2501", "mistral", 5120, 32768, 40, 32, 8, 131072, False, 32768, ("head_dim", 128)),
-        ("qwen3-0.6b", "qwen3", 1024, 3072, 28, 16, 8, 151936, True, 40960, ("head_dim", 128)),
-        ("qwen3-1.7b", "qwen3", 2048, 6144, 28, 16, 8, 151936, True, 40960, ("head_dim", 128)),
-        ("qwen3-4b", "qwen3", 2560, 9728, 36, 32, 8, 151936, True, 40960, ("head_dim", 128)),
-        ("qwen3-8b", "qwen3", 4096, 12288, 36, 32, 8, 151936, False, 40960, ("head_dim", 128)),
-        ("qwen3-14b", "qwen3", 5120, 17408, 40, 40, 8, 151936, False, 40960, ("head_dim", 128)),
-        ("qwen3-32b", "qwen3", 5120, 25600, 64, 64, 8, 151936, False, 40960, ("head_dim", 128)),
-        ("gemma-3-270m-it", "gemma3_text", 640, 2048, 18, 4, 1, 262144, True, 32768, ("head_dim", 256)),
-        ("gemma-3-1b-it", "gemma3_text", 1152, 6912, 26, 4, 1, 262144, True, 32768, ("head_dim", 256)),
-        ("gemma-3-4b-it", "gemma3_text", 2560, 10240, 34, 8, 4, 262208, True, 131072, ("head_dim", 256)),
-        ("gemma-3-12b-it", "gemma3_text", 3840, 15360, 48, 16, 8, 262208, True, 131072, ("head_dim", 256)),
-        ("gemma-3-27b-it", "gemma3_text", 5376, 21504, 62, 32, 16, 262208, True, 131072, ("head_dim", 128)),
-        ("phi-3.5-mini", "phi3", 3072, 8192, 32, 32, 32, 32064, False, 131072),
-        ("phi-4-mini", "phi3", 3072, 8192, 32, 24, 8, 200064, True, 131072),
-        ("phi-4", "phi3", 5120, 17920, 40, 40, 10, 100352, False, 16384),
-        ("smollm2-135m", "llama", 576, 1536, 30, 9, 3, 49152, True, 8192),
-        ("smollm2-360m", "llama", 960, 2560, 32, 15, 5, 49152, True, 8192),
-        ("smollm2-1.7b", "llama", 2048, 8192, 24, 32, 32, 49152, True, 8192),
-        ("smollm3-3b", "smollm3", 2048, 11008, 36, 16, 4, 128256, True, 65536),
-        ("gpt-oss-20b", "gpt_oss", 2880, 2880, 24, 64, 8, 201088, False, 131072, ("num_local_experts", 32)),
-        ("gpt-oss-120b", "gpt_oss", 2880, 2880, 36, 64, 8, 201088, False, 131072, ("num_local_experts", 128)),
-        ("deepseek-r1-distill-qwen-1.5b", "qwen2", 1536, 8960, 28, 12, 2, 151936, False, 131072),
-        ("deepseek-r1-distill-qwen-7b", "qwen2", 3584, 18944, 28, 28, 4, 152064, False, 131072),
-        ("deepseek-r1-distill-qwen-14b", "qwen2", 5120, 13824, 48, 40, 8, 152064, False, 131072),
-        ("deepseek-r1-distill-llama-8b", "llama", 4096, 14336, 32, 32, 8, 128256, False, 131072),
-        ("deepseek-r1-distill-llama-70b", "llama", 8192, 28672, 80, 64, 8, 128256, False, 131072),
-        ("glm-4-9b-0414", "glm4", 4096, 13696, 40, 32, 2, 151552, False, 32768, ("head_dim", 128)),
-        ("glm-4-32b-0414", "glm4", 6144, 23040, 61, 48, 2, 151552, False, 32768, ("head_dim", 128)),
-        ("granite-3.3-2b", "granite", 2048, 8192, 40, 32, 8, 49159, True, 131072),
-        ("granite-3.3-8b", "granite", 4096, 12800, 40, 32, 8, 49159, True, 131072),
-        ("bert-base-uncased", "bert", 768, 3072, 12, 12, 12, 30522, True, 512),
-        ("roberta-base", "roberta", 768, 3072, 12, 12, 12, 50265, True, 514),
-        ("roberta-large", "roberta", 1024, 4096, 24, 16, 16, 50265, True, 514),
-        ("modernbert-base", "modernbert", 768, 1152, 22, 12, 12, 50368, True, 8192),
-        ("modernbert-large", "modernbert", 1024, 2624, 28, 16, 16, 50368, True, 8192),
-    )
-} | {
-    name: {
-        "model_type": "t5",
-        "d_model": hidden,
-        "d_ff": inner,
-        "num_layers": layers,
-        "num_decoder_layers": layers,
-        "num_heads": heads,
-        "vocab_size": 32128,
-        "feed_forward_proj": "gated-gelu",
-        "tie_word_embeddings": False,
-    }
-    for name, hidden, inner, layers, heads in (
-        ("flan-t5-small", 512, 1024, 8, 6),
-        ("flan-t5-base", 768, 2048, 12, 12),
-        ("flan-t5-large", 1024, 2816, 24, 16),
-        ("flan-t5-xl", 2048, 5120, 24, 32),
-    )
-}
+
+def _read_known_shapes() -> dict[str, dict[str, Any]]:
+    """Return name → configuration of each line of shapes.tsv: numbers by column, and other keys in its last."""
+    text = Path(__file__).with_name("shapes.tsv").read_text(encoding="utf-8")
+    (_, _, *names, _), *lines = (line.split("\t") for line in text.splitlines())
+    known = {}
+    for name, kind, *numbers, others in lines:
+        values = {key: json.loads(number) for key, number in zip(names, numbers, strict=True) if number}
+        known[name] = {"model_type": kind, **values, **json.loads(others or "{}")}
+    return known
+
+
+KNOWN: Mapping[str, Mapping[str, Any]] = _read_known_shapes()
 """Shapes of common models, copied from their config.json, for planning without a network."""
 
 

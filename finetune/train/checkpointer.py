@@ -274,6 +274,14 @@ def latest_checkpoint(directory: Path, *, stage: str, warn: Callable[[str], None
     return None
 
 
+def resume_step(directory: Path, *, stage: str) -> int:
+    """Return the step of the newest checkpoint of `stage` by its metadata; 0 without one."""
+    for step in checkpoint_steps(directory):
+        if (_read_metadata(directory / f"step-{step}") or {}).get("stage") == stage:
+            return step
+    return 0
+
+
 def drop_checkpoints(directory: Path, *, other_than: str) -> None:
     """Remove the checkpoints of every stage but `other_than` (a finished stage needs none)."""
     for step in checkpoint_steps(directory):

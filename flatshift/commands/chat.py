@@ -54,6 +54,7 @@ def run(argv: list[str]) -> int:
     except ValueError as error:
         raise UserError(f"chat: {error}") from None
     overrides = [] if flags.device is None else [from_override("train.device", flags.device, "--device")]
+    print(f"loading {', '.join(map(str, flags.runs))}", file=sys.stderr, flush=True)
     runs = GenerativeRuns(flags.runs, overrides=overrides)
     if flags.system is not None:
         runs.check_system()

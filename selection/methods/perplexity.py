@@ -2,7 +2,8 @@
 
 Perplexity takes low, middle or high losses (middle: Marion et al. 2023, arXiv 2309.04564). The loss gap is that of the
 backbone adapted to the target's texts minus that of the backbone as it is: the conditional loss reduction of
-CoLoR-filter (Brandfonbrener et al. 2024, arXiv 2406.10670), or Moore and Lewis with the backbone as both models.
+CoLoR-filter (Brandfonbrener et al. 2024, arXiv 2406.10670), or Moore and Lewis with the backbone as both models;
+divided by the backbone's loss it is the loss drop along a target-aligned path (Yang et al. 2026, arXiv 2605.09404).
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ class LossGap(MethodSettings):
     """Learning rate of the adapter."""
     rank: int = bounded(4, minimum=1)
     """Rank of the adapter."""
+    normalised: bool = False
+    """Divide the gap by the backbone's own loss, so that texts that it predicts badly do not come first for that."""
 
 
 class LossGapSelector(Selector):

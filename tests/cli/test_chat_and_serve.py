@@ -58,6 +58,7 @@ def test_a_conversation_in_the_terminal(
     said = capsys.readouterr()
     first, second = (expected(path, "where is my card") for path in runs)
     assert first != second and said.out == f"{first}\n{second}\nseed-0\nseed-1\n"
+    assert said.err.startswith(f"loading {runs[0]}, {runs[1]}\n"), "the first line, before any prompt"
     assert "/nonsense: not a command" in said.err and "never read" not in said.out
     assert run(["chat", *map(str, runs), "--system", "Be brief."]) == 2
     assert "--system: seed-0 was not trained on conversations and reads no system turn" in capsys.readouterr().err

@@ -121,6 +121,8 @@ ELSEWHERE = {
     "--cpus": "tests/experiments/studies/executors/test_ray.py",
     "--retries": "tests/experiments/studies/executors/test_ray.py",
     "--time": "tests/experiments/studies/executors/test_slurm.py",
+    "--gpus": "tests/experiments/studies/executors/test_ranks.py",
+    "--nodes": "tests/experiments/studies/executors/test_ranks.py",
     "--processes": "tests/cli/test_select_ranks.py",
     "--merge": "tests/cli/test_sweep_command.py",
     "--bisect": "tests/cli/test_sweep_command.py",

@@ -50,6 +50,9 @@ def test_a_training_ends_with_its_figures_and_with_commands_that_run(tmp_path: P
         assert ending(capsys)[1], f"{words} names no next command"
     assert run(["train", "--resume", "a run", "--json"]) == 0
     assert "next:" not in capsys.readouterr().err
+    assert run(["train", "--resume", "a run", "--train.steps", "6"]) == 0
+    (left,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  about ")]
+    assert re.fullmatch(r"  about [\d.]+ \w+: 2 steps after 4 of [\d.]+ \w+, one row was timed", left)
 
 
 def test_a_sweep_ends_with_its_verdict_and_asks_for_more_seeds_where_it_is_undecided(tmp_path: Path, capsys) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import flatshift
 from flatshift.cli import run
 from flatshift.experiments.data.splits import read_splits
 from flatshift.experiments.recipe import from_mapping, from_override, load_recipe, resume_recipe
+from flatshift.experiments.results.predictions import read_predictions
+from flatshift.finetune import assets
 from tests.support.data_models import write_jsonl
 
 FAST = ["--train.steps", "1", "--train.batch_size", "4", "--train.max_length", "24", "--train.eval_every", "0"]
@@ -187,3 +190,61 @@ def test_a_target_is_set_apart_as_a_run_on_it_is(rows: str, tmp_path: Path, caps
         check_target(load_recipe("warmup", [seen]).recipe, ())
     write_jsonl(tmp_path / "one.jsonl", [{"text": "a single text"}])
     assert run([*made[:4], "one.jsonl", *made[5:], "few"]) == 0, "a target too small to divide stays whole"
+
+
+def test_rows_that_the_run_knows_are_warned_of(rows: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Three training rows, one dev row and two others are evaluated: by one command, and beside another run."""
+    assert run(["train", "classify", "--data", rows, *FAST, "--out", "run"]) == 0
+    read = read_splits(resume_recipe(Path("run")).recipe)
+    known = [row.record for row in (*read.train[:3], read.dev[0])]
+    write_jsonl(tmp_path / "more.jsonl", [*known, *({"text": f"another {i}", "label": "pay"} for i in range(2))])
+    capsys.readouterr()
+    assert run(["eval", "run", "--data", "more.jsonl"]) == 0
+    err = capsys.readouterr().err
+    assert "warning: 3 of 6 rows were trained on, for example '0-0' (more.jsonl:1)" in err
+    assert "warning: 1 of 6 rows are dev rows of the run, by which its best step was chosen, for example '0-3'" in err
+    assert run(["eval", "run", "--data", "more.jsonl", "--out", "judged", "--json"]) == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert any(note.startswith("run: warning: 3 of 6 rows were trained on") for note in notes)
+    page = Path("judged/report.html").read_text(encoding="utf-8")
+    assert "3 of 6 rows were trained on" in page and "<dt>evaluated on</dt><dd>more.jsonl</dd>" in page
+    page = Path("run/report.html").read_text(encoding="utf-8")
+    assert f"<dt>test rows</dt><dd>held out of {tmp_path.resolve() / rows}</dd>" in page
+    for split, predictions in read_predictions(Path("run")).items():
+        assert all(row["text"].startswith("request ") for row in predictions.shown) and predictions.shown, split
+    write_jsonl(tmp_path / "new.jsonl", [{"text": f"another {i}", "label": "pay"} for i in range(2)])
+    assert run(["eval", "run", "--data", "new.jsonl"]) == 0
+    assert "warning" not in capsys.readouterr().err
+    Path(rows).unlink()
+    assert run(["eval", "run", "--data", "new.jsonl"]) == 0
+    assert "the rows are not compared with those of the run" in capsys.readouterr().err
+
+
+def test_predictions_keep_the_text_that_a_tokenizer_lowers(rows: str, tmp_path: Path) -> None:
+    encoder = tmp_path / "lowering"
+    shutil.copytree(assets.backbone_directory("flatshift-encoder-3m"), encoder)
+    tokenizer = json.loads((encoder / "tokenizer.json").read_text(encoding="utf-8"))
+    (encoder / "tokenizer.json").write_text(json.dumps(tokenizer | {"normalizer": {"type": "Lowercase"}}))
+    texts = [f"Where is my CARD {i}?" for i in range(20)]
+    for name in ("train", "test"):
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"text": t, "label": "ab"[i % 2]} for i, t in enumerate(texts)])
+    files = ["--data.train.files", "train.jsonl", "--data.test.files", "test.jsonl", "--data.dev.files", "test.jsonl"]
+    words = ["--backbone", str(encoder), *files, "--data.checks.copies", "off", *FAST]
+    assert run(["train", "classify-encoder", *words, "--out", "run"]) == 0
+    for split, found in read_predictions(tmp_path / "run").items():
+        assert [row["text"] for row in found.shown] == texts, split
+    assert run(["eval", "run", "--data", "test.jsonl", "--out", "judged"]) == 0
+    assert [row["text"] for row in read_predictions(tmp_path / "judged")["data"].shown] == texts
+
+
+def test_many_epochs_are_warned_of_with_the_steps_of_three(
+    rows: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Eight rows in batches of four; a recipe for sweeps trains to the end on purpose."""
+    few = ["--data", rows, "--data.train.limit", "8", *FAST]
+    assert run(["train", "classify", *few, "--train.steps", "42", "--out", "many"]) == 0
+    warning = "warning: 21 epochs mostly memorise the rows; 3 epochs are --train.steps 6"
+    assert warning in capsys.readouterr().err.splitlines()
+    assert run(["train", "classify", *few, "--train.steps", "40", "--out", "twenty"]) == 0
+    assert run(["train", "double-descent", *few, "--train.steps", "42", "--record", "null", "--out", "sweep"]) == 0
+    assert "memorise" not in capsys.readouterr().err

@@ -135,8 +135,9 @@ def test_the_embedder_of_tokens_serves_methods_that_work_on_features(tmp_path: P
             marks=pytest.mark.slow,
         ),
         ("--method", "loss-gap", "--select.method.steps", "8", "--select.method.max_length", "48"),
+        ("--method", "loss-gap", "--select.method.normalised", "true", "--select.method.max_length", "48"),
     ],
-    ids=lambda more: more[1],
+    ids=lambda more: f"{more[1]} {more[2].rpartition('.')[2]}",
 )
 def test_methods_that_ask_the_backbone_itself(tmp_path: Path, more: tuple[str, ...]) -> None:
     pool = [{"text": text} for text in sentences(CARS, 24, 12) + sentences(CATS, 12, 12, 1)]

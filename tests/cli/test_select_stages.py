@@ -336,7 +336,7 @@ def test_mistakes_in_the_pool_are_those_of_one_process(
         (["--on", "local", "--method", "gotd", "--embedder", "gradients"], "the second moments of gradients"),
         (["--on", "local", "--method", "knn", "--select.cache", "cache"], "select.cache: with --on"),
         (["--on", "slurm", "--method", "dsir"], "there is no sbatch here"),
-        (["--on", "ray:127.0.0.1:1", "--method", "dsir"], "--on ray:127.0.0.1:1: no Ray cluster answers there"),
+        (["--on", "ray:127.0.0.1:1", "--method", "dsir"], "--on ray: no Ray cluster at 127.0.0.1:1"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(
@@ -446,7 +446,7 @@ def test_stages_run_on_a_cluster_of_ray(
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "memory": 1 << 30})
     try:
         assert select(data, tmp_path / "ray", "--method", "dsir", "--on", f"ray:{cluster.address}") == 2
-        assert "no node of the cluster has a CPU and 2 GiB for a task" in capsys.readouterr().err
+        assert "no node of the Ray cluster has 1 CPUs and 2.0 GiB of memory for a task" in capsys.readouterr().err
         for _ in range(2):
             cluster.add_node(num_cpus=1, memory=4 << 30)
         assert select(data, tmp_path / "ray", "--method", "dsir", "--on", f"ray:{cluster.address}") == 0

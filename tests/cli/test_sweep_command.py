@@ -21,6 +21,9 @@ import flatshift.experiments.workflows.train
 from flatshift.cli import run
 from flatshift.experiments.data.splits import prepare_data
 from flatshift.experiments.recipe import from_override, load_recipe
+from flatshift.experiments.report.chapters.sweep import sweep_finding
+from flatshift.experiments.results.analysis import SweepAnalysis
+from flatshift.experiments.results.sweep import read_sweep
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.workflows.context import run_context
 from flatshift.experiments.workflows.train import execute_parts
@@ -359,3 +362,29 @@ def test_real_cells_of_two_workers_equal_single_runs(tmp_path: Path) -> None:
         assert rows[f"{split}.loss"][1] == judged[split]["loss"]["value"], "recording and sweeping change no bit"
     kept = load_recipe(str(out / "cells" / rows["cell"][1] / "recipe.resolved.yaml")).recipe
     assert (kept.adapter.rank, kept.train.steps, kept.train.seed) == (2, 3, 0)
+
+
+def test_ties_at_the_floor_and_what_a_verdict_lacks_are_said(cheap: Sweep, tmp_path: Path, capsys) -> None:
+    """Ranks 16 and 32 fit every row: neither is called the lowest, and two seeds are too few for a verdict."""
+    words = ("--grid", "adapter.rank=4,16,32", "--seeds", "2", "--data.train.limit", "400")
+    assert cheap(*words) == 0
+    err = capsys.readouterr().err
+    (line,) = [line for line in err.splitlines() if line.startswith("lowest test error")]
+    assert "rank = 16 ties with rank = 32" in line
+    reason = "verdict along rank r needs 5 seeds, but rank = 16 is lower than rank = 4 by 0.60, in each of 2 seeds"
+    assert f"A {reason}." in err
+    assert cheap(*words, "--json") == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["best"]["setting"] == {"adapter.rank": 16} and summary["ties"] == [{"adapter.rank": 32}]
+    assert summary["missing"] == [f"a {reason}"]
+    data = read_sweep(tmp_path / "sweep")
+    assert data is not None
+    finding = sweep_finding(data, SweepAnalysis(data))
+    assert finding == f"Mean test error: rank = 16 ties with rank = 32, at 0.00; a {reason}."
+
+
+def test_a_sweep_with_one_lowest_value_names_it_alone(cheap: Sweep, capsys) -> None:
+    words = ("--grid", "adapter.rank=2,4,8", "--seeds", "5", "--data.train.limit", "400", "--json")
+    assert cheap(*words) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["best"]["setting"] == {"adapter.rank": 8} and summary["ties"] == []

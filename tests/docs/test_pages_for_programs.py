@@ -131,6 +131,7 @@ def test_links_for_agents_lead_somewhere_and_llms_txt_has_every_page() -> None:
     links = re.findall(r"\]\(([^)]+)\)", text)
     assert links and all((ROOT / link).is_file() for link in links)
     pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")} - {"index.md"}
+    pages |= {f"notebooks/{notebook.stem}.md" for notebook in (ROOT / "docs" / "notebooks").glob("*.ipynb")}
     index = docs_site.llms_text({page: f"at/{page}" for page in (*pages, *docs_site.find_linked_files())})
     assert all(f"](at/{page})" in index for page in pages) and "](docs/" not in index
     assert "[docs/json.md](at/json.md)" in index

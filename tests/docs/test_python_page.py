@@ -1,8 +1,7 @@
-"""What docs/python.md and the notebooks show runs as it stands, top to bottom; the answers are what they say."""
+"""What docs/python.md shows runs as it stands, top to bottom; the answers are what they say."""
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
 SHORT = (
     '{"data.train.limit": 24, "data.dev.limit": 8, "data.test.limit": 12, "eval": {"train_limit": 8, "bootstrap": 20}, '
     '"train": {"steps": 4, "precision": "fp32", "max_length": 32, "max_cut": 1, "threads": 1'
@@ -59,10 +57,3 @@ def test_the_page_runs_up_to_its_sweep(
 def test_the_whole_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = run_python(blocks_of_the_page(), tmp_path, monkeypatch)["ranks"]
     assert len(ranks.cells) == 4 and not ranks.verdicts and "lowest at rank" in ranks.finding
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_the_notebooks_run(notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-    run_python(["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"], tmp_path, monkeypatch)

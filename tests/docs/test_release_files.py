@@ -54,6 +54,13 @@ def test_the_site_has_every_page_once() -> None:
     assert all((ROOT / "docs" / page).is_file() for page in listed)
 
 
+def test_the_whole_package_is_every_feature() -> None:
+    extras = PROJECT["optional-dependencies"]
+    features = set(extras) - {"all", "test", "real", "test-remote", "demo", "docs", "bench"}
+    (line,) = extras["all"]
+    assert set(line.removeprefix("flatshift[").removesuffix("]").split(",")) == features
+
+
 def test_links_out_of_docs_come_along() -> None:
     beside = docs_site.find_linked_files()
     assert beside["index.md"] == ROOT / "README.md" and "NOTICE.md" in beside

@@ -1,6 +1,7 @@
 """Commands of Slurm on one machine, for submitit: sbatch, srun, sacct, scancel and scontrol, by the name of the link.
 
-A job runs in a process of its own group: the tasks of its array one after another, once its dependency is COMPLETED.
+A job runs in a process of its own group: the tasks of its array one after another, once its dependency is COMPLETED. A
+step of several tasks (--nodes, --ntasks-per-node) runs them side by side, with Slurm's variables.
 State is kept in files of $STAND_IN_SLURM.
 """
 
@@ -107,12 +108,29 @@ def srun(state: Path, *words: str) -> int:
             files[option] = rest.pop(0)
     number, task = os.environ["SLURM_JOB_ID"], os.environ.get("SLURM_ARRAY_TASK_ID", "")
     name = f"{number}_{task}" if task else number
+    flags = dict(re.findall(r"^#SBATCH --([a-z-]+)=(.*)$", (state / f"{number}.sh").read_text(), flags=re.M))
+    nodes, share = int(flags.get("nodes", 1)), int(flags.get("ntasks-per-node", 1))
+    size, rank = nodes * share, os.environ.get("SLURM_PROCID")
+    if size > 1 and rank is None:
+        os.environ.update(SLURM_NTASKS=str(size), SLURM_JOB_NUM_NODES=str(nodes))
+        tasks = [
+            subprocess.Popen(
+                [sys.executable, __file__, "srun", *words],
+                env={
+                    **os.environ,
+                    **{"SLURM_PROCID": str(number), "SLURM_NODEID": str(number // share)},
+                    "SLURM_LOCALID": str(number % share),
+                },
+            )
+            for number in range(size)
+        ]
+        return max(abs(process.wait()) for process in tasks)
     for option, descriptor in (("--output", 1), ("--error", 2)):
         path = files[option]
-        for pattern, value in (("%A", number), ("%a", task), ("%j", number), ("%t", "0")):
+        for pattern, value in (("%A", number), ("%a", task), ("%j", number), ("%t", rank or "0")):
             path = path.replace(pattern, value)
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), descriptor)
-    (state / f"{name}.step").write_text(str(os.getpid()), encoding="utf-8")
+    (state / (f"{name}.step" if rank is None else f"{name}.step.{rank}")).write_text(str(os.getpid()), encoding="utf-8")
     os.execvp(rest[0], rest)
 
 

@@ -21,11 +21,13 @@ def add_part_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, default=2, help="worker processes, one thread each")
     parser.add_argument("--selectors", nargs="+", default=[], help="only these arms and the baseline")
     parser.add_argument("--targets", nargs="+", default=[], help="only these targets")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="recipe keys laid over the file")
 
 
 def part_of(given: argparse.Namespace) -> dict[str, Any]:
     """Arguments of `study_quality` from `add_part_flags`."""
-    return {name: getattr(given, name) for name in ("data", "jobs", "selectors", "targets")}
+    laid = [from_override(key, value, f"--set {key}") for key, _, value in (one.partition("=") for one in given.set)]
+    return {"overrides": laid, **{name: getattr(given, name) for name in ("data", "jobs", "selectors", "targets")}}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,12 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("recipe", help="recipe file with a `quality` block")
     parser.add_argument("--data", type=Path, help="directory of pool and targets")
     parser.add_argument("--out", type=Path, required=True, help="directory to make or to continue")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="recipe keys laid over the file")
     add_part_flags(parser)
     given = parser.parse_args(argv)
-    laid = [from_override(key, value, f"--set {key}") for key, _, value in (one.partition("=") for one in given.set)]
     try:
-        document = study_quality(given.recipe, given.out, overrides=laid, **part_of(given))
+        document = study_quality(given.recipe, given.out, **part_of(given))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

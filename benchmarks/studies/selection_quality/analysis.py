@@ -55,7 +55,7 @@ def analyse(plan: Plan, outcome: Outcome) -> dict[str, Any]:
             for arm in study.arms
             if arm not in (study.focus, study.baseline) and study.focus != study.baseline
         },
-        "trials": [_trials(outcome, pair) for pair in outcome.chosen],
+        "trials": [_trials(outcome, pair) for pair in outcome.trials],
         "fine_tune_trials": {
             target: {f"{lr:g}": result["metrics"].get("accuracy") for lr, result in some.items()}
             for target, some in outcome.fine_tune_trials.items()
@@ -74,7 +74,12 @@ def analyse(plan: Plan, outcome: Outcome) -> dict[str, Any]:
 def metrics(plan: Plan) -> tuple[str, ...]:
     """Endpoints of a study."""
     study = plan.study
-    return ("nats", "accuracy", *(("form_nats",) * study.form), *(("pool_nats",) * study.forgetting))
+    return (
+        "nats",
+        "accuracy",
+        *(("form_nats",) * (study.form or study.form_after)),
+        *(("pool_nats",) * study.forgetting),
+    )
 
 
 def everything(outcome: Outcome) -> Iterator[Result]:
@@ -168,8 +173,8 @@ def _target(plan: Plan, outcome: Outcome, target: str) -> dict[str, Any]:
     results: dict[str, Any] = {
         "file": study.targets[target].file,
         "domains": list(study.targets[target].domains),
-        "fine_tune_lr": outcome.fine_tune[target],
-        "fine_tune_edge": outcome.fine_tune_edge[target],
+        "fine_tune_lr": outcome.fine_tune.get(target),
+        "fine_tune_edge": outcome.fine_tune_edge.get(target),
         **_floor(_finals(plan, outcome, cold[0] if cold else study.baseline, target, study.budgets_of(target)[0])),
         "budgets": {},
         "controls": {},

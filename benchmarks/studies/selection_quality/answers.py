@@ -136,12 +136,15 @@ def protocol(plan: Plan) -> list[str]:
         "a seeded order, end to end. Budgets count tokens of the backbone: a selection is the best passages that hold "
         "so many, and its warm-up takes as many steps as read it through once, whatever the length of its passages. A "
         "passage that cynical takes again is read again, and counts each time.",
-        f"Every arm gets {len(study.lr)} learning rates and {study.rounds} further trials on every target, at the "
+        f"Every arm gets {len(study.lr)} learning rates and {study.rounds} further trials on "
+        f"{', '.join(study.tune_on) or 'every target'}, at the "
         f"budget {study.primary_budget:,}, evaluated by nats on validation texts under the seed {study.tuning_seed}, "
-        "which no final run uses; the rate serves all budgets of the arm.",
-        f"The fine-tune{other} takes {train.steps} steps of {train.batch_size * train.accumulate} rows; its learning "
-        f"rate is chosen once per target without a warm-up, from {len(study.fine_tune_lr)} trials, and serves every "
-        "arm: if that favours anyone, it is the base model without warm-up.",
+        f"which no final run uses; the rate serves all budgets of the arm{' and all targets' * bool(study.tune_on)}.",
+        "There is no fine-tune with labels."
+        if not study.fine_tune
+        else f"The fine-tune{other} takes {train.steps} steps of {train.batch_size * train.accumulate} rows; its "
+        f"learning rate is chosen once per target without a warm-up, from {len(study.fine_tune_lr)} trials, and serves "
+        "every arm: if that favours anyone, it is the base model without warm-up.",
         "A seed draws the target's texts that selectors see, the labelled rows among them, the selection where it is a "
         "draw, the order of training and the adapter. Validation and test rows are the same for all. Learning rates "
         "are chosen on validation rows alone; test rows are evaluated by the final runs, once in each, and nothing is "
@@ -172,10 +175,15 @@ def protocol(plan: Plan) -> list[str]:
             "Nats in plain form come from a second warm-up at the same rate and seed: chosen passages and test texts "
             "alike in lower case, one space between words and runs of marks, so that case and spacing win nothing."
         )
+    if study.form_after:
+        sentences.append(
+            "Nats in plain form are those of the same warm-up on the test texts in lower case, one space between words "
+            "and runs of marks: what is learnt of case and spacing alone wins nothing there."
+        )
     if study.forgetting:
         sentences.append(
-            "Forgetting: nats per token of the same passages of the pool after every warm-up, some of which a "
-            "selection may have read."
+            f"Forgetting: nats per token of the same {study.elsewhere} passages of the pool after every warm-up, some "
+            "of which a selection may have read."
         )
     if any(plan.missing.values()):
         gone = "; ".join(f"{what} {', '.join(names)}" for what, names in plan.missing.items() if names)

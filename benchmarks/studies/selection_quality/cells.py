@@ -120,7 +120,8 @@ class TrainingCell:
     """One run: warm-up, perplexity, and where asked for the fine-tune.
 
     kind: `trial`, `fine-tune trial` or `final`. lr: of the warm-up; None: there is none. fine_tune_lr: None: no
-    fine-tune. selection: its key. form, forgetting: whether it is evaluated in one plain form, and on the pool, too.
+    fine-tune. selection: its key. form: whether it is evaluated in one plain form, too; form_after: after the same
+    warm-up. forgetting: number of passages of the pool that it is evaluated on, too.
     own: share of the warm-up's rows that are the target's own texts.
     """
 
@@ -140,7 +141,8 @@ class TrainingCell:
     packed: int
     judged_length: int
     form: bool = False
-    forgetting: bool = False
+    form_after: bool = False
+    forgetting: int = 0
     own: float = 0.0
     embedder: None = None
 

@@ -154,7 +154,7 @@ class Plan:
         return self._training("fine-tune trial", "", target, None, self.study.tuning_seed, fine_tune_lr=lr)
 
     def final(
-        self, arm: str, target: str, budget: int | None, seed: int, *, lr: float | None, fine_tune_lr: float
+        self, arm: str, target: str, budget: int | None, seed: int, *, lr: float | None, fine_tune_lr: float | None
     ) -> TrainingCell:
         """A run that is evaluated on test rows."""
         rate = fine_tune_lr if self.study.fine_tunes(budget) else None
@@ -184,20 +184,24 @@ class Plan:
         selection = self.selection(arm, target, seed) if budget is not None else None
         source = study.arms[arm].source if arm else "none"
         own = study.arms[arm].own if arm else 0.0
-        form, forgetting = (wanted and kind == "final" for wanted in (study.form, study.forgetting))
+        form, after, forgetting = (
+            wanted if kind == "final" else type(wanted)()
+            for wanted in (study.form, study.form_after, study.elsewhere * study.forgetting)
+        )
         key = recipe_key(
             dataclasses.replace(recipe, select=None, warmup=recipe.warmup if source != "none" else None),
             [
                 kind, source, budget, selection.key if selection else None, rows.identity,
                 self.pool.key if source == "pool" else None, study.packed, study.judged_length, fine_tune_lr is None,
-                *(["in plain form, too"] if form else []), *(["on the pool, too", self.pool.key] if forgetting else []),
-                *(["own", own] if own else []),
+                *(["in plain form, too"] if form else []), *(["in plain form afterwards"] if after else []),
+                *(["on the pool, too", self.pool.key] if forgetting else []),
+                *([forgetting] if forgetting not in (0, Quality.elsewhere) else []), *(["own", own] if own else []),
             ],
         )  # fmt: skip
         return TrainingCell(
             key, kind, arm, source, target, budget, seed, lr, fine_tune_lr, recipe,
-            selection.key if selection else None, self.pool, rows, study.packed, study.judged_length, form, forgetting,
-            own,
+            selection.key if selection else None, self.pool, rows, study.packed, study.judged_length, form, after,
+            forgetting, own,
         )  # fmt: skip
 
     def resolve(self, arm: str, target: str, changes: Mapping[str, Any] | None = None) -> Recipe:
@@ -260,6 +264,8 @@ def _only(whole: Quality, selectors: Sequence[str], targets: Sequence[str]) -> Q
     if len(arms) < 2:
         raise UserError(f"nothing to compare with {whole.baseline!r}: name another arm with --selectors")
     tasks = {name: whole.targets[name] for name in filter_by_flag("--targets", targets, whole.targets)}
+    if absent := [name for name in whole.tune_on if name not in tasks]:
+        raise UserError(f"--targets: {absent[0]} chooses the rates of every arm; name it too")
     focus = whole.focus if whole.focus in arms else whole.baseline
     return dataclasses.replace(whole, arms=arms, targets=tasks, focus=focus)
 

@@ -30,6 +30,7 @@ from flatshift.experiments.studies.compare.tuning import (
     TrialSetting,
     best_trial,
     is_on_edge,
+    mean_score,
     next_trial,
 )
 from flatshift.experiments.studies.study import claim_study, run_study_cells
@@ -158,12 +159,16 @@ class _Stages:
         self._run([plan.features])
         self.outcome.features = self._good(plan.features)
         for arm in plan.arms_with_budget():
-            seeds = [study.tuning_seed, *range(study.seeds)]
             # by seed, so that an interrupted study has whole seeds
-            self._run([plan.selection(arm, target, seed) for seed in sorted(seeds) for target in study.targets])
+            finals = [(target, seed) for seed in range(study.seeds) for target in study.targets]
+            trials = [(target, study.tuning_seed) for group in study.tuning_groups() for target in group]
+            self._run([plan.selection(arm, *point) for point in (*finals, *trials)])
             for target in study.targets:
-                first, *others = (self.runner.result(plan.selection(arm, target, seed)) for seed in seeds)
-                self.outcome.tuned_on[arm, target], self.outcome.selections[arm, target] = first, others
+                self.outcome.selections[arm, target] = [
+                    self.runner.result(plan.selection(arm, target, seed)) for seed in range(study.seeds)
+                ]
+            for target, seed in trials:
+                self.outcome.tuned_on[arm, target] = self.runner.result(plan.selection(arm, target, seed))
 
     def _check_pool(self) -> None:
         """Raise UserError for domains that the pool has not, and for budgets above it."""
@@ -181,43 +186,53 @@ class _Stages:
     def tune(self) -> None:
         """Equal trials of every arm's warm-up on every target, and of the fine-tune on every target."""
         plan, study = self.plan, self.study
-        pairs = [(arm, target) for arm in plan.warm_arms() for target in study.targets]
-        cells = {pair: {TrialSetting(lr): plan.trial(*pair, lr) for lr in study.lr} for pair in pairs}
+        groups = [(arm, targets) for arm in plan.warm_arms() for targets in study.tuning_groups()]
+        cells = {group: {TrialSetting(lr): _trials(plan, group, lr) for lr in study.lr} for group in groups}
         labelled = {
-            target: {TrialSetting(lr): plan.fine_tune_trial(target, lr) for lr in study.fine_tune_lr}
+            target: {TrialSetting(lr): [plan.fine_tune_trial(target, lr)] for lr in study.fine_tune_lr}
             for target in study.targets
+            if study.fine_tune
         }
-        self._run([cell for grid in (*cells.values(), *labelled.values()) for cell in grid.values()])
+        self._run([cell for grid in (*cells.values(), *labelled.values()) for some in grid.values() for cell in some])
         for _ in range(study.rounds):
-            new = {pair: next_trial(self._scores(grid)) for pair, grid in cells.items()}
-            for pair, setting in new.items():
-                cells[pair][setting] = plan.trial(*pair, setting.lr)
-            self._run([cells[pair][setting] for pair, setting in new.items()])
+            new = {group: next_trial(self._scores(grid)) for group, grid in cells.items()}
+            for group, setting in new.items():
+                cells[group][setting] = _trials(plan, group, setting.lr)
+            self._run([cell for group, setting in new.items() for cell in cells[group][setting]])
         o = self.outcome
-        for pair, grid in cells.items():
-            o.trials[pair], o.chosen[pair], o.edge[pair] = self._best(grid, f"{pair[0]} on {pair[1]}")
+        for (arm, targets), grid in cells.items():
+            results, best, edge = self._best(grid, f"{arm} on {', '.join(targets)}")
+            for number, target in enumerate(targets):
+                o.trials[arm, target] = {lr: some[number] for lr, some in results.items()}
+            for target in study.targets if study.tune_on else targets:
+                o.chosen[arm, target], o.edge[arm, target] = best, edge
         for target, grid in labelled.items():
-            result = self._best(grid, f"the fine-tune on {target}")
-            o.fine_tune_trials[target], o.fine_tune[target], o.fine_tune_edge[target] = result
+            results, o.fine_tune[target], o.fine_tune_edge[target] = self._best(grid, f"the fine-tune on {target}")
+            o.fine_tune_trials[target] = {lr: result for lr, (result,) in results.items()}
 
-    def _best(self, grid: Mapping[TrialSetting, TrainingCell], name: str) -> tuple[dict[float, Result], float, bool]:
+    def _best(
+        self, grid: Mapping[TrialSetting, Sequence[TrainingCell]], name: str
+    ) -> tuple[dict[float, list[Result]], float, bool]:
         """(results by rate, the best rate, whether it is on an edge of those tried)."""
-        results = {setting.lr: self.runner.result(cell) for setting, cell in grid.items()}
+        results = {setting.lr: [self.runner.result(cell) for cell in some] for setting, some in grid.items()}
         scores = self._scores(grid)
         best = best_trial(scores)
         if best is None:
-            raise UserError(f"every trial of {name} failed: {next(iter(results.values()))['reason']}")
+            reason = next(result for some in results.values() for result in some if result["status"] != "done")
+            raise UserError(f"every trial of {name} failed: {reason['reason']}")
         return results, best.lr, is_on_edge(scores, best)
 
-    def _scores(self, grid: Mapping[TrialSetting, TrainingCell]) -> dict[TrialSetting, TrialScore]:
-        return {setting: _score(self.runner.result(cell)) for setting, cell in grid.items()}
+    def _scores(self, grid: Mapping[TrialSetting, Sequence[TrainingCell]]) -> dict[TrialSetting, TrialScore]:
+        return {
+            setting: mean_score([_score(self.runner.result(cell)) for cell in some]) for setting, some in grid.items()
+        }
 
     def finals(self) -> None:
         """Final runs, seed by seed."""
-        chosen, fine_tune = self.outcome.chosen, self.outcome.fine_tune
+        chosen, rates = self.outcome.chosen, self.outcome.fine_tune
         cells = {
             (arm, target, budget): [
-                self.plan.final(arm, target, budget, seed, lr=chosen.get((arm, target)), fine_tune_lr=fine_tune[target])
+                self.plan.final(arm, target, budget, seed, lr=chosen.get((arm, target)), fine_tune_lr=rates.get(target))
                 for seed in range(self.study.seeds)
             ]
             for arm, target, budget in self.plan.points()
@@ -267,6 +282,12 @@ class _Stages:
         if result["status"] != "done":
             raise UserError(f"{cell.label}: {result['reason']}")
         return result
+
+
+def _trials(plan: Plan, group: tuple[str, Sequence[str]], lr: float) -> list[TrainingCell]:
+    """The trials of an arm's rate on a group of targets."""
+    arm, targets = group
+    return [plan.trial(arm, target, lr) for target in targets]
 
 
 def _score(result: Result) -> TrialScore:

@@ -114,18 +114,26 @@ class Quality:
     form: bool = False
     """Whether final runs have a second endpoint, nats of texts in one plain form: the chosen passages and the test
     texts alike in lower case with one space between words and marks, so that only words can tell selectors apart."""
+    form_after: bool = False
+    """As `form`, but the same warm-up is evaluated on the test texts in plain form: none is read in that form."""
     forgetting: bool = False
     """Whether final runs have nats of passages of the pool as a further endpoint: what the warm-up costs elsewhere."""
+    elsewhere: int = 300
+    """Number of these passages."""
     packed: int = 256
     """Tokens of a warm-up row: passages end to end, cut to this length, so that every arm has as many tokens."""
     judged_length: int = 128
     """Tokens of an evaluated text that count for its perplexity."""
     lr: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
     """Learning rates of the first warm-up trials."""
+    tune_on: tuple[str, ...] = ()
+    """Targets whose trials choose an arm's rate for all targets, by their mean; empty: each target chooses its own."""
     rounds: int = 1
     """Further trials of every arm: beyond the edge if the best lies there, else between it and its better neighbour."""
     fine_tune_lr: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
     """Learning rates of the fine-tune, tried once per target without warm-up; the best serves every arm."""
+    fine_tune: bool = True
+    """Whether there is a fine-tune with labels at all."""
     fine_tune_budgets: tuple[int, ...] = ()
     """Budgets after which the fine-tune runs too; empty: all. Arms without a budget always have it."""
     seeds: int = 5
@@ -138,8 +146,12 @@ class Quality:
     def __post_init__(self) -> None:
         check_bounds(
             self, pool_rows=(1, None), primary_budget=(1, None), packed=(2, MAX_LENGTH), judged_length=(2, MAX_LENGTH),
-            rounds=(0, 1000), seeds=(2, 10_000), tuning_seed=(0, 2**63 - 1),
+            rounds=(0, 1000), seeds=(2, 10_000), tuning_seed=(0, 2**63 - 1), elsewhere=(1, None),
         )  # fmt: skip
+        if self.form and self.form_after:
+            raise ValueError("form and form_after are two ways to one endpoint; take one")
+        if unknown := [name for name in self.tune_on if name not in self.targets]:
+            raise ValueError(f"tune_on: {unknown[0]!r} is no target of this study")
         _check_rising("lr", self.lr, 2)
         _check_rising("fine_tune_lr", self.fine_tune_lr, 2)
         _check_rising("budgets", self.budgets, 1)
@@ -172,7 +184,11 @@ class Quality:
 
     def fine_tunes(self, budget: int | None) -> bool:
         """Return True where the fine-tune runs after this budget."""
-        return budget is None or not self.fine_tune_budgets or budget in self.fine_tune_budgets
+        return self.fine_tune and (budget is None or not self.fine_tune_budgets or budget in self.fine_tune_budgets)
+
+    def tuning_groups(self) -> list[tuple[str, ...]]:
+        """Groups of targets whose trials choose one rate together."""
+        return [self.tune_on] if self.tune_on else [(target,) for target in self.targets]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from flatshift.finetune.parallel.engine import Engine
 
 _LANGUAGE = LanguageModel(pack=False)
-_ELSEWHERE = 300
-"""Passages of the pool that tell what a warm-up costs elsewhere."""
 _KEPT = 12
 """Warm-ups that a worker remembers: those of a random draw and of the whole pool serve every target."""
 _WARM: OrderedDict[str, tuple[dict[str, Tensor], dict[str, Any]]] = OrderedDict()
@@ -74,9 +72,11 @@ def run_training(root: Path, cell: TrainingCell) -> dict[str, Any]:
         nats, tokens = _nats(cell, engine, _elsewhere(root, cell))
         metrics["pool_nats"] = nats.sum() / tokens.sum()
         lap("forgetting")
-    if cell.form:
-        plain = fresh_engine(recipe, _LANGUAGE, None)
-        _warmed(root, cell, plain, form=True)
+    if cell.form or cell.form_after:
+        plain = engine
+        if cell.form:
+            plain = fresh_engine(recipe, _LANGUAGE, None)
+            _warmed(root, cell, plain, form=True)
         rows = [dataclasses.replace(r, values={**r.values, "text": plain_form(r.values["text"])}) for r in evaluation]
         nats, tokens = _nats(cell, plain, rows)
         metrics["form_nats"] = nats.sum() / tokens.sum()
@@ -107,7 +107,7 @@ def _encoded(recipe: Recipe, task: Task, rows: Sequence[Row], **settings: Any) -
 def _elsewhere(root: Path, cell: TrainingCell) -> list[Row]:
     """Passages of the pool, the same for every cell."""
     stored = open_pool(root, cell.pool.key)
-    order = numpy_generator(0, "quality", "forgetting").permutation(len(stored))[:_ELSEWHERE]
+    order = numpy_generator(0, "quality", "forgetting").permutation(len(stored))[: cell.forgetting]
     return [Row({"text": stored.texts[i]}, stored.ids[i], f"passage {i}") for i in np.sort(order).tolist()]
 
 

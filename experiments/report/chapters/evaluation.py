@@ -37,6 +37,7 @@ def _part(document: Document) -> ChapterPart:
             sections += _group_sections(grouped, split)
     sections.append(Section("What to know", [Notes(document["notes"])]))
     facts = [
+        ("evaluated on", ", ".join(document["data"] or ["the dev and test rows of the first run"])),
         ("rows", ", ".join(f"{n:,} {split}" for split, n in document["rows"].items())),
         ("task", ", ".join(sorted({subject["task"] for subject in document["subjects"]}))),
         ("precision", ", ".join(sorted({subject["precision"] for subject in document["subjects"]}))),

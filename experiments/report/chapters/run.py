@@ -32,7 +32,10 @@ def part(run: RunResults) -> ChapterPart | None:
     if not (run.metrics.lines or run.eval or run.stages):
         return None
     sections = [*_evaluation_sections(run), _data_section(run), *training_sections(run)]
-    return ChapterPart("training run", [_finding(run)], _tiles(run), sections)
+    training = ", ".join(run.split_files("train")) or "the training files"
+    files = {split: run.split_files(split) for split in ("test", "dev") if split in run.eval}
+    facts = [(f"{split} rows", ", ".join(names) or f"held out of {training}") for split, names in files.items()]
+    return ChapterPart("training run", [_finding(run)], _tiles(run), sections, facts)
 
 
 def _finding(run: RunResults) -> str:
@@ -232,6 +235,6 @@ def _incident_notes(run: RunResults) -> list[str]:
                 )
         rates = done.get("rates")
         if isinstance(rates, dict) and (text := format_throughput(rates)):
-            hfu = f", HFU {100 * rates['hfu']:.0f} %" if "hfu" in rates else ""
+            hfu = f", {100 * rates['hfu']:.0f} % with recomputation" if "hfu" in rates else ""
             notes.append(f"{stage}: {text}{hfu} (of the last attempt, without its first step).")
     return notes

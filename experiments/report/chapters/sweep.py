@@ -71,18 +71,17 @@ def sweep_finding(data: SweepData, analysis: SweepAnalysis) -> str:
     lowest = data.best(test)
     if axis is None or lowest is None:
         return f"{data.done:,} of {len(data):,} cells are finished; there is no curve to draw yet."
-    setting, best = lowest
     start = "Mean" if data.done == len(data) else f"With {data.done:,} of {len(data):,} cells finished, mean"
-    setting_text, mean = formats.setting(data.whole(setting)), formats.with_interval(best)
-    sentence = f"{start} {formats.figure_name(test)} is lowest at {setting_text}: {mean}"
-    shortfalls = [text for direction in analysis.directions if (text := sweep_verdicts.verdict_shortfall(direction))]
-    if shortfalls and not any(j.verdict.peak is not None for j in analysis.curves):
-        return f"{sentence}; {shortfalls[0]}."
+    position, mean = sweep_verdicts.format_lowest(data, test), formats.with_interval(lowest[1])
+    sentence = f"{start} {formats.figure_name(test)} is lowest at {position}: {mean}"
+    if data.ties(test):
+        sentence = f"{start} {formats.figure_name(test)}: {position}, at {mean}"
+    if reasons := sweep_verdicts.missing_verdict_reasons(analysis):
+        return f"{sentence}; {reasons[0]}."
     tested = [d for d in analysis.directions if d.curves]
     if tested:
         return f"{sentence}; along {formats.axis_name(tested[0].axis)}: {_format_verdicts(tested[0])}."
-    refused = any(d.refused for d in analysis.directions)
-    return sentence + ("; too few seeds or values for a verdict." if refused else ".")
+    return f"{sentence}."
 
 
 def next_value_effects(data: SweepData, analysis: SweepAnalysis) -> str:
@@ -113,7 +112,8 @@ def next_value_effects(data: SweepData, analysis: SweepAnalysis) -> str:
         side = "before" if (setting[main] < crossing.value) != crossing.rising else "past"
         position = f"{formats.axis_name(main)} {sweep_verdicts.format_crossing(crossing)}"
         parts.append(f"that is {side} the point where training rows become fitted ({position})")
-    return f"One more from there: {'; '.join(parts)}." if parts else ""
+    start = formats.setting(setting) if data.ties(test) else "there"
+    return f"One more from {start}: {'; '.join(parts)}." if parts else ""
 
 
 def _format_verdicts(direction: AxisAnalysis) -> str:
@@ -131,11 +131,11 @@ def sweep_tiles(data: SweepData, analysis: SweepAnalysis) -> list[KeyFigure]:
     tiles = []
     lowest = data.best(test)
     if axis is not None and lowest is not None:
-        setting, best = lowest
-        settings = ", ".join(f"{k} = {formats.axis_value(v)}" for k, v in data.whole(setting).items())
+        best = lowest[1]
         split, _, metric = test.partition(".")
         name = f"lowest {split} {find_metric(metric).title}"
-        tiles.append(KeyFigure(name, *formats.estimate_figure(best), f"at {settings}; {best.n} runs"))
+        note = f"{sweep_verdicts.format_lowest(data, test)}; {best.n} run{'s' * (best.n != 1)}"
+        tiles.append(KeyFigure(name, *formats.estimate_figure(best), note))
         floor = data.majority_error(test)
         if floor is not None:
             note = f"{split} error of always the commonest class"

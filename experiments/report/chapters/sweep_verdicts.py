@@ -142,22 +142,43 @@ def verdict_shortfall(direction: AxisAnalysis) -> str:
     reference = 0 if best else len(lowest.values) - 1
     differences = lowest.y[:, reference] - lowest.y[:, best]
     differences = differences[np.isfinite(differences)]
-    if not len(differences) or differences.mean() <= 0:
+    if not len(differences) or not (differences > 0).all():
         return need
     name = direction.axis.rpartition(".")[2]
     low, high = (f"{name} = {formats.axis_value(lowest.values[j])}" for j in (best, reference))
     unit = " nats" if direction.test.endswith("loss") else ""
-    share = "in each of" if (differences > 0).all() else "in the mean of"
-    basis = f"{share} {len(differences)} seeds" if len(differences) > 1 else "in one seed"
+    basis = f"in each of {len(differences)} seeds" if len(differences) > 1 else "in one seed"
     return f"{need}, but {low} is lower than {high} by {formats.number(float(differences.mean()), 2)}{unit}, {basis}"
+
+
+def missing_verdict_reasons(analysis: SweepAnalysis) -> list[str]:
+    """Explain why no curve has a verdict by the peak test: what is missing along each axis, else why curves could not
+    be tested; empty if one has."""
+    if any(curve.verdict.peak is not None for curve in analysis.curves):
+        return []
+    directions = analysis.directions
+    shortfalls = [text for direction in directions if (text := verdict_shortfall(direction))]
+    return shortfalls or [reason for direction in directions for reason in direction.refused]
+
+
+def format_lowest(data: SweepData, column: str) -> str:
+    """Format the setting with the lowest mean of `column`, and those that tie with it: `rank = 1`, or `rank = 1 ties
+    with rank = 2, rank = 4 and 3 more`."""
+    best = data.best(column)
+    if best is None:
+        return ""
+    first, *ties = (formats.setting(data.whole(setting)) for setting in (best[0], *data.ties(column)))
+    if not ties:
+        return first
+    more = f" and {len(ties) - _MAX_TIES:,} more" if len(ties) > _MAX_TIES else ""
+    return f"{first} ties with {', '.join(ties[:_MAX_TIES])}{more}"
 
 
 def verdict_notes(analysis: SweepAnalysis) -> list[str]:
     """Note how many verdicts were tested, and how many would be positive by chance."""
     curves = analysis.curves
     if not curves:
-        reasons = [reason for direction in analysis.directions for reason in direction.refused]
-        return [f"No verdict: {reasons[0]}."] if reasons else []
+        return [f"No verdict: {reason}." for reason in missing_verdict_reasons(analysis)[:1]]
     tested = [curve.verdict.peak for curve in curves if curve.verdict.peak is not None]
     notes = []
     if len(tested) > 1:
@@ -172,7 +193,7 @@ def verdict_notes(analysis: SweepAnalysis) -> list[str]:
     return notes
 
 
-_COMPLEXITY = "effective model complexity (training examples)"
+_COMPLEXITY, _MAX_TIES = "effective model complexity (training examples)", 3
 
 
 def emc_table(direction: AxisAnalysis) -> Table | None:

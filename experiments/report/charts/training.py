@@ -21,6 +21,17 @@ _STEPS_TITLE = "optimizer steps of the stage"
 _KNOWN = {"stage", "attempt", "step", "split", "loss", "tokens", "lr", "time_s", "time", "epoch"}
 
 
+_COUNTERS = {
+    "lr": "learning rate",
+    "grad_norm": "gradient norm",
+    "tokens_s": "tokens per second",
+    "tflops": "TFLOP/s of a device",
+    "mfu": "share of the device's peak, model",
+    "hfu": "share of the device's peak, all products",
+}
+"""Titles of per-step figures; others are titled by their own names."""
+
+
 def _running_mean(values: list[float], width: int) -> list[float]:
     """Return the centred mean over at most `width` values, fewer at the ends."""
     half = width // 2
@@ -134,7 +145,7 @@ _TOKENS = ("blue", "orange", "green", "purple", "amber", "ink")
 def overlaid_loss_chart(
     curves: Mapping[str, Sequence[tuple[int, float]]], *, stage: str, split: str, unit: str
 ) -> Chart | None:
-    """Draw the losses of several runs over the steps of a stage; None if fewer than two have any."""
+    """Draw the losses in one unit of several runs over the steps of a stage; None if fewer than two have any."""
     finite = {name: [(t, v) for t, v in curve if math.isfinite(v)] for name, curve in curves.items()}
     finite = {name: curve for name, curve in finite.items() if curve}
     if len(finite) < 2:
@@ -158,7 +169,7 @@ def overlaid_loss_chart(
         _finish(ax, ends)
         caption = "One line a run." + (f" Centred means over up to {span} steps." if span > 1 else "")
         title = f"{split.capitalize()} loss during {stage}"
-        return canvas.chart(f"beside-{slugify(stage)}-{split}", title=title, caption=caption)
+        return canvas.chart(f"beside-{slugify(f'{stage} {split} {min(finite)}')}", title=title, caption=caption)
 
 
 def small_multiples(metrics: Metrics) -> list[Chart]:
@@ -174,7 +185,7 @@ def small_multiples(metrics: Metrics) -> list[Chart]:
 
 
 def _small_chart(stage: str, key: str, curve: Sequence[tuple[int, float]]) -> Chart:
-    name = "learning rate" if key == "lr" else key.replace("_", " ").replace("/", ": ")
+    name = _COUNTERS.get(key) or key.replace("_", " ").replace("/", ": ")
     with Canvas(260, 150) as canvas:
         ax = canvas.axes(left=40, right=10, top=22, bottom=26)
         steps, values = [t for t, _ in curve], [v for _, v in curve]
@@ -255,6 +266,7 @@ def _evaluation_chart(
         else:
             ax.margins(x=0.12)
             ax.locator_params(axis="x", nbins=5)
+            ax.xaxis.set_major_formatter("{x:.3g}")  # no power of ten over the axis' title
         for split in dict.fromkeys(split for _, split, _ in rows):
             canvas.text(left, height - 13, f"● {split}", colour=SPLIT_COLOUR.get(split, "purple"), weight="bold")
             left += 30 + 7 * len(split)

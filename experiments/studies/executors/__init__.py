@@ -59,6 +59,11 @@ class Resources:
             raise UserError(f"train.device {device} names a device of one machine; write cuda, and the cluster assigns")
         return self.gpus if self.gpus is not None else int(device == "cuda")
 
+    def requests(self, cell: Cell) -> dict[str, float]:
+        """Return the amounts to request for a cell by Ray's names of them."""
+        amounts = {"CPU": self.cpus, "GPU": self.count_gpus(cell), "memory": self.memory_bytes(cell)}
+        return {name: amount for name, amount in amounts.items() if amount}
+
     def memory_bytes(self, cell: Cell) -> int | None:
         """Return the memory to request for a cell; None if nobody can say."""
         if self.memory is not None:
@@ -201,7 +206,7 @@ class StudyInputs:
         try:
             digests = StudyInputs.of(cell()).digests
         except (UserError, OSError) as error:
-            return f"the worker on {host} lacks the study's data: {error}; put it where every node sees it"
+            return f"the worker on {host} lacks input files: {error}; put it where every node sees it"
         if other := next((name for name, digest in self.digests.items() if digests.get(name) != digest), None):
             return f"{other} on {host} differs from the command's; put the same files where every node sees them"
         return None

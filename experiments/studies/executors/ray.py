@@ -5,19 +5,17 @@ Only the input files have to be where the workers see them; the study's director
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
 import shutil
-import signal
 import socket
-import tempfile
-import threading
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flatshift.experiments.run.ray_cluster import count_room, ray_cluster
 from flatshift.experiments.studies.cell import Cell
 from flatshift.experiments.studies.executors import (
     POLL_S,
@@ -30,11 +28,8 @@ from flatshift.experiments.studies.executors import (
 )
 from flatshift.finetune.atomic import atomic_directory
 from flatshift.finetune.errors import Interrupted, UserError
-from flatshift.finetune.launch.spawn import THREAD_VARIABLES
 from flatshift.finetune.lock import temporary_directory
 from flatshift.finetune.run_directory import LOG, disk_full_interrupts
-
-_CONNECT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -85,41 +80,13 @@ class RayExecutor(Executor):
         self._resources, self._jobs = resources, jobs
         self._waiting: deque[Cell] = deque()
         self._tasks: dict[Any, Cell] = {}
-        self._address = address
-        self._ray = self._connect()
-
-    def _connect(self) -> Any:
         # Ray reads it once; by default it tries a task for ever that its memory monitor has killed.
         os.environ.setdefault("RAY_task_oom_retries", str(self.retries))
-        try:
-            import ray
-        except ModuleNotFoundError:
-            raise UserError("--on ray needs the package ray; pip install 'flatshift[ray]'") from None
-        self._is_ours = not ray.is_initialized()
-        if not self._is_ours:
-            return ray
-        address = self._address or os.environ.get("RAY_ADDRESS") or _last_started_address()
-        _check_reachable(address)
-        threads, on_stop = dict.fromkeys(THREAD_VARIABLES, str(self._resources.cpus)), signal.getsignal(signal.SIGTERM)
-        try:
-            ray.init(
-                address=address,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                runtime_env={"env_vars": threads},
-            )
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise UserError(
-                f"--on ray: no Ray cluster at {address} ({_first_line(error)}); start one with `ray start --head`"
-            ) from error
-        finally:
-            if threading.current_thread() is threading.main_thread():  # Ray's own handler ends the command at once
-                signal.signal(signal.SIGTERM, on_stop)
-        return ray
+        self._connection = contextlib.ExitStack()
+        self._ray = self._connection.enter_context(ray_cluster(address, threads=resources.cpus))
 
     def close(self) -> None:
-        if self._is_ours:
-            self._ray.shutdown()
+        self._connection.close()
 
     @property
     def workers(self) -> int:
@@ -128,28 +95,14 @@ class RayExecutor(Executor):
 
     def open(self, out: Path, cells: Sequence[Cell], run: RunCell, rerun: Collection[str]) -> None:
         super().open(out, cells, run, rerun)
-        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
-        for needs in dict.fromkeys(tuple(self._needs(cell).items()) for cell in cells):
-            if not any(all(node.get(name, 0) >= amount for name, amount in needs) for node in nodes):
-                most = {name: max(node.get(name, 0) for node in nodes) for name, _ in needs}
-                raise UserError(
-                    f"no node of the Ray cluster has {_describe(dict(needs))} for a cell; the most on a node: "
-                    f"{_describe(most)}"
-                )
-
-    def _needs(self, cell: Cell) -> dict[str, float]:
-        needs: dict[str, float] = {"CPU": self._resources.cpus}
-        if gpus := self._resources.count_gpus(cell):
-            needs["GPU"] = gpus
-        if (memory := self._resources.memory_bytes(cell)) is not None:
-            needs["memory"] = memory
-        return needs
+        for needs in dict.fromkeys(tuple(self._resources.requests(cell).items()) for cell in cells):
+            count_room(self._ray, dict(needs), "cell")
 
     def submit(self, cell: Cell) -> None:
         self._waiting.append(cell)
 
     def _start(self, cell: Cell) -> None:
-        needs = self._needs(cell)
+        needs = self._resources.requests(cell)
         task = self._ray.remote(run_remote_cell).options(
             name=f"cell {cell.key}",
             num_cpus=needs["CPU"],
@@ -203,42 +156,6 @@ class RayExecutor(Executor):
         for reference in self._tasks:
             self._ray.cancel(reference, force=True)
         self._tasks.clear()
-
-
-def _last_started_address() -> str:
-    """Return the address that `ray start` left on this machine. Raises UserError if there is none."""
-    # As `auto` does, but `ray.init` would wait without end for a cluster that was killed.
-    file = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray" / "ray_current_cluster"
-    try:
-        return file.read_text(encoding="utf-8").strip()
-    except OSError:
-        raise UserError(
-            "--on ray: this machine belongs to no Ray cluster; start one with `ray start --head`, or name one as "
-            "ray:HOST:PORT"
-        ) from None
-
-
-def _check_reachable(address: str) -> None:
-    """Raise UserError if nothing listens at HOST:PORT: Ray itself would wait for minutes."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise UserError(f"--on ray:{address}: write ray:HOST:PORT, for example ray:head:6379")
-    try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
-    except (OSError, OverflowError) as error:
-        raise UserError(f"--on ray: no Ray cluster at {address} ({error}); start one with `ray start --head`") from None
-
-
-def _describe(resources: dict[str, float]) -> str:
-    words = [
-        f"{amount / 2**30:.1f} GiB of memory" if name == "memory" else f"{amount:g} {name}s"
-        for name, amount in resources.items()
-    ]
-    return " and ".join(words)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def _last_line(error: Exception) -> str:

@@ -66,35 +66,54 @@ class CellJob:
         return DelayedSubmission(self, *arguments)
 
 
+def load_submitit(cluster: str) -> Any:
+    """Return the package submitit. cluster: its name of the executor (`local` and `debug` need no Slurm). Raises
+    UserError if it is not installed, or Slurm is not here."""
+    try:
+        import submitit
+    except ModuleNotFoundError:
+        raise UserError("--on slurm needs the package submitit; pip install 'flatshift[slurm]'") from None
+    if cluster == "slurm" and submitit.SlurmExecutor.affinity() < 0:
+        raise UserError("--on slurm: this machine has no srun; start the command on a login node of the cluster")
+    return submitit
+
+
+def submit_jobs(submit: Callable[[Any], Any], executor: Any, **parameters: Any) -> Any:
+    """Return what `submit` does with submitit's `executor`. Raises UserError if Slurm refuses the jobs."""
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+    executor.update_parameters(**parameters)
+    try:
+        return submit(executor)
+    except (FailedJobError, FailedSubmissionError, OSError) as error:
+        raise UserError(f"--on slurm: sbatch refused the jobs: {_last_line(error)}") from error
+
+
 class SlurmExecutor(Executor):
     """Jobs of a Slurm cluster.
 
-    minutes: time limit of a cell. jobs: most cells at the same time; None: as many as Slurm admits. cluster: submitit's
-    name of the executor (`local` and `debug` need no Slurm). Raises UserError without Slurm.
+    partition: where jobs wait; None: Slurm's choice. minutes: time limit of a cell. jobs: most cells at the same time;
+    None: as many as Slurm admits. cluster: as in `load_submitit`.
     """
 
     def __init__(
         self,
         resources: Resources,
         *,
+        partition: str | None = None,
         minutes: int = 60,
         jobs: int | None = None,
         retries: int = 1,
         cluster: str = "slurm",
     ) -> None:
-        try:
-            import submitit
-        except ModuleNotFoundError:
-            raise UserError("--on slurm needs the package submitit; pip install 'flatshift[slurm]'") from None
+        self._submitit = load_submitit(cluster)
         self.retries = retries
         self._resources, self._minutes, self._jobs, self._cluster = resources, minutes, jobs, cluster
-        self._submitit = submitit
+        self._partition = partition
         self._waiting: list[Cell] = []
         self._running: dict[str, tuple[Cell, Any]] = {}
         self._last: Callable[[], int] | None = None
         self._last_job: Any = None
-        if cluster == "slurm" and submitit.SlurmExecutor.affinity() < 0:
-            raise UserError("--on slurm: this machine has no srun; start the command on a login node of the cluster")
 
     @property
     def workers(self) -> int:
@@ -129,7 +148,7 @@ class SlurmExecutor(Executor):
         earlier = self._earlier_jobs()
         for cell in cells:
             job = earlier.pop(cell.key, None)
-            if job is not None and self.collect(cell) is None and _is_pending(job):
+            if job is not None and self.collect(cell) is None and is_pending(job):
                 self._running[cell.key] = (cell, job)
             elif job is not None:
                 job.cancel(check=False)
@@ -161,7 +180,7 @@ class SlurmExecutor(Executor):
         still waits for them. replaces: the earlier one does not know all of them."""
         if self._last is None or self._cluster != "slurm":
             return
-        if earlier is not None and not replaces and _is_pending(earlier):
+        if earlier is not None and not replaces and is_pending(earlier):
             self._last_job = earlier
             return
         if earlier is not None:
@@ -195,14 +214,11 @@ class SlurmExecutor(Executor):
         return parameters
 
     def _submit(self, submit: Callable[[Any], Any], **parameters: Any) -> Any:
-        utils = self._submitit.core.utils
         folder = self.out.absolute() / FOLDER
         executor = self._submitit.AutoExecutor(folder, cluster=self._cluster, slurm_max_num_timeout=self.retries)
-        executor.update_parameters(**parameters)
-        try:
-            return submit(executor)
-        except (utils.FailedJobError, utils.FailedSubmissionError, OSError) as error:
-            raise UserError(f"--on slurm: sbatch refused the jobs: {_last_line(error)}") from error
+        if self._partition is not None:
+            parameters["slurm_partition"] = self._partition
+        return submit_jobs(submit, executor, **parameters)
 
     def _receive(self, cell: Cell, job: Any) -> CellUpdate:
         if self.collect(cell) is not None:
@@ -254,7 +270,7 @@ class SlurmExecutor(Executor):
         self._waiting, self._running = [], {}
 
 
-def _is_pending(job: Any) -> bool:
+def is_pending(job: Any) -> bool:
     """Return True if Slurm still has a job of an earlier command, waiting or running."""
     return job.watcher.get_state(job.job_id, mode="force") != "UNKNOWN" and not job.done()
 

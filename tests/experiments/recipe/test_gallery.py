@@ -187,3 +187,18 @@ def test_shapes_are_those_of_the_models() -> None:
     for name, billions in published.items():
         elements = read_sizes(name, load_recipe(None).recipe.adapter).elements
         assert elements / 1e9 == pytest.approx(billions, rel=0.01), name
+
+
+def test_shapes_agree_with_the_configurations_of_transformers() -> None:
+    """GPT-OSS-120B and GLM-4-9B are the defaults of their classes; T5's output layer is counted beside its shape."""
+    for name, config in {"gpt-oss-120b": tf.GptOssConfig(), "glm-4-9b-0414": tf.Glm4Config()}.items():
+        shape = {key: value for key, value in KNOWN[name].items() if key != "max_position_embeddings"}
+        assert {key: getattr(config, key) for key in shape} == shape, name
+    shared = {"hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size"}
+    small, large = KNOWN["gpt-oss-20b"], KNOWN["gpt-oss-120b"]
+    assert {key: small[key] for key in shared} == {key: large[key] for key in shared}
+    published = {"flan-t5-small": 76.96, "flan-t5-base": 247.58, "flan-t5-large": 783.15, "flan-t5-xl": 2849.76}
+    for name, millions in published.items():
+        elements = read_sizes(name, load_recipe(None).recipe.adapter).elements
+        output = KNOWN[name]["vocab_size"] * KNOWN[name]["d_model"]
+        assert (elements + output) / 1e6 == pytest.approx(millions, rel=1e-3), name

@@ -181,16 +181,16 @@ def test_unknown_keys_are_listed_with_their_lines(home: Path, capsys: pytest.Cap
     printed = capsys.readouterr()
     assert printed.out.startswith("# Translated from axolotl.yaml of axolotl\n")
     assert "# output_dir: `flatshift train --out` names the run directory\n" in printed.out
+    for note in ("eval_sample_packing: evaluation pads rows instead", "saves_per_epoch: a run resumes exactly"):
+        assert f"# {note}" in printed.out
     assert printed.err.splitlines() == [
         "axolotl.yaml: these keys have no counterpart in a recipe and are left out:",
-        "  axolotl.yaml:15: eval_sample_packing: true",
-        "  axolotl.yaml:36: saves_per_epoch: 1 (train.save_every counts steps)",
         "  axolotl.yaml:38: special_tokens (the backbone's tokenizer is taken as it is)",
     ]
     assert run(["recipes", "from", "factory.yaml", "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
     assert document["tool"] == "LLaMA-Factory" and document["recipe"]["train"]["steps"] == 8
-    assert [line.split(": ")[1] for line in document["unknown"]] == ["save_only_model", "deepspeed"]
+    assert [line.split(": ")[1] for line in document["unknown"]] == ["deepspeed"]
 
 
 def test_all_keys_known_is_exit_code_0(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,6 +237,8 @@ def test_a_wrong_file_is_one_sentence_with_its_line(
         ("test_datasets: [{path: dev.jsonl}]", "data.dev.files", ["dev.jsonl"]),
         ("datasets: [{path: org/chats, name: small, split: dev}]", "data.train.files", ["hub:org/chats[small]:dev"]),
         ("rl: ipo", "task.loss", "ipo"),
+        ("warmup_steps: 0.05", "optimizer.warmup", 0.05),
+        ("lora_model_dir: runs/first/adapter", "adapter.start", "runs/first/adapter"),
     ],
 )
 def test_a_key_becomes_the_setting(tmp_path: Path, line: str, key: str, value: object) -> None:
@@ -255,7 +257,15 @@ def test_a_key_becomes_the_setting(tmp_path: Path, line: str, key: str, value: o
     [
         ("base_model: flatshift-5m\n", ":1: adapter is not set (full fine-tuning has no counterpart: a LoRA adapter"),
         ("model_name_or_path: m\nfinetuning_type: full\n", ":2: finetuning_type: full (full fine-tuning has no"),
-        ("model_name_or_path: m\ntf32: true\n", ":2: tf32: true (train.tf32 goes with train.precision: fp32)"),
+        ("model_name_or_path: m\nval_size: 100\n", ":2: val_size: 100 (data.holdout is a share of the rows)"),
+        (
+            "base_model: m\nadapter: lora\nrl: dpo\ndatasets: [{path: a.jsonl, field_messages: conversation}]\n",
+            ":4: datasets.field_messages: conversation (rename the column to prompt)",
+        ),
+        (
+            "base_model: m\nadapter: lora\ndatasets: [{path: a.jsonl, roles_to_train: [user]}]\n",
+            ":3: datasets.roles_to_train",
+        ),
         ("model_name_or_path: m\noptim: adafactor\n", ":2: optim: adafactor"),
         ("model_name_or_path: m\nmax_steps: many\n", ":2: max_steps: many"),
         ("model_name_or_path: m\nwarmup_steps: 20\n", ":2: warmup_steps: 20 (optimizer.warmup is a fraction"),
@@ -274,3 +284,84 @@ def test_data_sets_without_an_index_are_reported(tmp_path: Path) -> None:
     assert "dataset_info.json; name the files with --data" in translate_recipe(file).unknown[0]
     with pytest.raises(UserError, match=r"some\.yaml: cannot be read|No such file|cannot be read"):
         translate_recipe(tmp_path / "other" / "some.yaml")
+
+
+FACTORY_DPO = """\
+model_name_or_path: flatshift-5m
+stage: dpo
+do_train: true
+finetuning_type: lora
+lora_rank: 4
+lora_alpha: 4
+lora_target: all
+pref_beta: 0.1
+pref_loss: sigmoid
+dataset: pairs
+dataset_dir: .
+template: qwen3_nothink
+cutoff_len: 64
+save_only_model: false
+per_device_train_batch_size: 2
+learning_rate: 5.0e-6
+num_train_epochs: 1
+val_size: 0.1
+"""
+AXOLOTL_DPO = """\
+base_model: flatshift-5m
+rl: dpo
+datasets:
+  - path: pairs.jsonl
+    type: chat_template.default
+    field_messages: conversations
+    field_chosen: chosen
+    field_rejected: rejected
+    message_property_mappings: {role: from, content: value}
+    roles: {user: [human], assistant: [gpt]}
+val_set_size: 0.1
+sequence_len: 64
+sample_packing: false
+eval_sample_packing: false
+adapter: lora
+lora_r: 4
+lora_alpha: 4
+lora_target_linear: true
+micro_batch_size: 2
+num_epochs: 1
+optimizer: adamw_torch_8bit
+tf32: true
+warmup_steps: 0.1
+saves_per_epoch: 1
+"""
+
+
+@pytest.mark.parametrize("text", [FACTORY_DPO, AXOLOTL_DPO], ids=["LLaMA-Factory", "axolotl"])
+def test_a_recipe_of_pairs_translates_and_trains(text: str, home: Path) -> None:
+    """Rows in the form of both tools' demos: conversations, and two answers as turns."""
+    turn = {"from": "gpt", "value": "1 2 3"}
+    pairs = [
+        {
+            "conversations": [{"from": "human", "value": f"Count to {n}."}],
+            "chosen": turn,
+            "rejected": turn | {"value": n},
+        }
+        for n in map(str, range(20))
+    ]
+    write_jsonl(home / "pairs.jsonl", pairs)
+    info = {"pairs": {"file_name": "pairs.jsonl", "ranking": True, "columns": {"messages": "conversations"}}}
+    (home / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
+    (home / "theirs.yaml").write_text(text, encoding="utf-8")
+    assert run(["recipes", "from", "theirs.yaml", "--out", "mine.yaml"]) == 0
+    recipe = load_recipe("mine.yaml").recipe
+    assert (recipe.task.kind, recipe.task.loss, recipe.task.chat) == ("preference", "dpo", True)
+    assert recipe.adapter.alpha == 4 and recipe.data.holdout == 0.1
+    quick = [*QUICK, "--train.epochs", "null", "--optimizer.kind", "adamw", "--train.checkpointing", "none"]
+    assert run(["train", "mine.yaml", *quick, "--out", "run"]) == 0
+    assert 0 <= json.loads((home / "run/eval.json").read_text())["test"]["preference_accuracy"]["value"] <= 1
+
+
+def test_plain_text_of_llama_factory_is_packed(tmp_path: Path) -> None:
+    file = tmp_path / "theirs.yaml"
+    file.write_text("model_name_or_path: flatshift-5m\nstage: pt\nfinetuning_type: lora\nmax_samples: 9\n")
+    translated = translate_recipe(file)
+    assert translated.recipe["task"] == {"pack": True} and translated.recipe["data"]["train"]["first"] == 9
+    assert translated.unknown == () and any("max_samples" in note for note in translated.notes)

@@ -121,7 +121,14 @@ def test_runs_are_listed(runs: list[Path], tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "deep" / "er").mkdir(parents=True)
     make_run(tmp_path / "deep" / "er" / "torn", ["x"] * 6, rank=5)
     (tmp_path / "deep" / "er" / "torn" / "eval.json").write_text("{")
+    for name in ("cells.parquet", "evaluation.json", "tokenizers.json"):  # a benchmark's results, made by no command
+        (tmp_path / "results").mkdir(exist_ok=True)
+        (tmp_path / "results" / name).write_text("{}")
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words" / "tokenizers.json").write_text('{"tokenizers": ["a"]}')
+    (tmp_path / "words" / "report.html").write_text("")
     found = {one.path: one for one in list_directories(tmp_path)}
+    assert found.pop("words").kind == "tokenizers"
     assert list(found) == ["one", "two", "old", "deep/er/torn"], "oldest first"
     assert (found["one"].kind, found["one"].status, found["one"].steps, found["one"].of) == (
         "training",
@@ -132,9 +139,28 @@ def test_runs_are_listed(runs: list[Path], tmp_path: Path, capsys: pytest.Captur
     assert (found["two"].metric, found["two"].value) == ("test accuracy", pytest.approx(5 / 6))
     assert found["deep/er/torn"].status.startswith("broken: ")
     assert flatshift(["runs", str(tmp_path), "--json"]) == 0
-    assert [one["path"] for one in json.loads(capsys.readouterr().out)] == list(found)
+    assert [one["path"] for one in json.loads(capsys.readouterr().out)] == [*found, "words"]
     assert flatshift(["runs", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 5 and "4 / 4" in lines[1] and "2026-01-01" in lines[1]
+    assert len(lines) == 6 and "4 / 4" in lines[1] and "2026-01-01" in lines[1]
     with pytest.raises(UserError, match="is no directory"):
         list_directories(tmp_path / "nowhere")
+
+
+def test_losses_of_different_tasks_are_not_subtracted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A squared loss and a cross entropy: the page and the terminal show both, and subtract only accuracies."""
+    directories = [make_run(tmp_path / name, ["x"] * 6, rank=rank) for rank, name in enumerate(("plain", "squared"), 1)]
+    for directory, value in zip(directories, (0.7, 0.2), strict=True):
+        figures = json.loads((directory / "eval.json").read_text())
+        figures["test"]["loss"] = {"value": value, "low": value - 0.01, "high": value + 0.01, "n": 6}
+        (directory / "eval.json").write_text(json.dumps(figures))
+    arguments = ["report", *map(str, directories), "--out", str(tmp_path / "page.html")]
+    assert flatshift(arguments) == 0
+    assert "−0.5" in capsys.readouterr().err, "of one task they are"
+    recipe = directories[1] / "recipe.resolved.yaml"
+    recipe.write_text(recipe.read_text().replace("kind: classify", "kind: classify, loss: squared"))
+    assert flatshift(arguments) == 0
+    err = capsys.readouterr().err
+    (line,) = [line for line in err.splitlines() if line.split()[:2] == ["squared", "0.200"]]
+    assert line.rstrip().endswith("–") and "−0.5" not in err and "are not subtracted" in err
+    assert "are not subtracted" in (tmp_path / "page.html").read_text(encoding="utf-8")

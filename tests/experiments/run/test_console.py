@@ -45,9 +45,30 @@ def test_the_pace_after_a_resume_is_that_of_this_process(
     with Console().task("fine-tune", 400, "steps") as bar:
         now[0] = 10.0
         bar(236)
-        now[0] = 12.0
-        bar(240)
-    assert capsys.readouterr().err.splitlines()[-1] == "fine-tune: 240/400, 2 steps/s, 12 s, ETA 80 s"
+        for step in (237, 238):
+            now[0] += 4.5
+            bar(step)
+        assert "ETA" not in capsys.readouterr().err, "two steps are no pace"
+        now[0] += 1.0
+        bar(239)
+        for step in range(240, 246):
+            now[0] += 0.5
+            bar(step)
+    assert capsys.readouterr().err.splitlines()[-1] == "fine-tune: 245/400, 0.692 steps/s, 23 s, ETA 78 s"
+
+
+def test_a_slow_first_step_and_a_rollback_do_not_move_the_estimate(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nine steps of a second, whatever the first one took; one that is rolled back is made again."""
+    now = [0.0]
+    monkeypatch.setattr("flatshift.experiments.run.console.time.monotonic", lambda: now[0])
+    with Console().task("fine-tune", 20, "steps") as bar:
+        bar(0)
+        for step, seconds in ((1, 90.0), (2, 1.0), (3, 1.0), (4, 1.0), (2, 1.0), (3, 1.0), (4, 1.0), (5, 1.0)):
+            now[0] += seconds
+            bar(step)
+    assert capsys.readouterr().err.splitlines()[-1] == "fine-tune: 5/20, 1 steps/s, 97 s, ETA 15 s"
 
 
 def test_an_evaluation_is_followed_row_by_row_and_token_by_token(
@@ -70,4 +91,4 @@ def test_an_evaluation_is_followed_row_by_row_and_token_by_token(
     assert [line.split("  ")[1:] for line in said] == [
         ["token 1 of the next answers"], [], ["token 1 of the next answers"], ["token 2 of the next answers"],
     ]  # fmt: skip
-    assert said[1] == "evaluating test: 4/8, 0.8 rows/s, 10 s, ETA 5 s"
+    assert said[1] == "evaluating test: 4/8, 0.8 rows/s, 10 s", "one batch is no pace"

@@ -8,7 +8,8 @@ import torch
 
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.select import adapted
-from flatshift.selection.config import Gradients, LossGap
+from flatshift.experiments.select.methods import backbone_nll
+from flatshift.selection.config import Gradients, LossGap, Perplexity
 from tests.support.data_models import byte_tokenizer
 from tests.support.finetune_models import save_backbone
 
@@ -57,3 +58,14 @@ def test_the_gap_is_negative_for_what_the_adapter_read(recipe: Recipe) -> None:
     gap = adapted.train_loss_gap(recipe, LossGap(steps=15, batch_size=4, lr=1e-2, rank=2, max_length=32), target)
     values = gap(["the cat sat on a mat", "ZQXJ 9917 ####", ""])
     assert values[0] < values[1] and values[0] < -0.05 and np.isnan(values[2])
+
+
+def test_a_normalised_gap_is_the_share_of_the_loss_that_is_gone(recipe: Recipe) -> None:
+    target, texts = ["the cat sat on the mat"] * 8, ["the cat sat on a mat", "ZQXJ 9917 ####"]
+    settings = LossGap(steps=15, batch_size=4, lr=1e-2, rank=2, max_length=32)
+    gaps, shares = (
+        adapted.train_loss_gap(recipe, replace(settings, normalised=on), target)(texts) for on in (False, True)
+    )
+    before = backbone_nll(recipe, Perplexity(max_length=32), target)
+    assert before is not None
+    np.testing.assert_allclose(shares, gaps / before(texts), rtol=1e-3)

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,12 @@ def test_this_environment_is_described_without_torch() -> None:
     assert result["ok"] is (result["problems"] == [])
     assert result["versions"]["torch"]["installed"] == importlib.metadata.version("torch")
     assert result["versions"]["torch"]["ok"]
-    assert {"zstd", "remote", "hf", "quant", "cuda", "harness", "gguf"} == set(result["extras"])
+    extras = set(importlib.metadata.metadata("flatshift").get_all("Provides-Extra"))
+    assert set(result["extras"]) == extras - module._DEVELOPMENT_EXTRAS
+    packages = result["extras"]["datatrove"]["packages"]
+    assert packages["datatrove"] == importlib.metadata.version("datatrove")
+    own = set(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"])
+    assert set(module.EXTRAS) == own - module._DEVELOPMENT_EXTRAS, "each extra of users has its description"
     assert result["shipped"]["backbones"] == ["flatshift-5m", "flatshift-encoder-3m", "flatshift-t5-3m"]
     assert result["cpu"]["cores"] >= 1 and result["memory"]["total"] > 1 << 28 and result["disk"]["free"] > 0
     assert result["devices"] is None

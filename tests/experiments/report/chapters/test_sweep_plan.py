@@ -79,7 +79,7 @@ def test_a_paired_design_has_one_axis_and_a_random_one_has_dots(tmp_path):
         "4",
     ]
     assert "rank = 4, alpha = 8" in sweep_finding(data, analysis)
-    assert "adapter.alpha = 8" in sweep_tiles(data, analysis)[0].note
+    assert sweep_tiles(data, analysis)[0].note == "rank = 4, alpha = 8; 4 runs"
     free = cells(tmp_path / "r", table, grid, design="random", seeds=4)
     sections = sweep_sections(free, SweepAnalysis(free))
     charts = [c for s in sections for b in s.blocks if b.kind == "figures" for c in b.charts]

@@ -216,8 +216,9 @@ def test_no_cluster_and_flags_without_a_use_are_one_sentence(tmp_path: Path, mon
         (("--on", "ray:127.0.0.1:1"), "no Ray cluster at 127.0.0.1:1"),
         (("--on", "ray:head"), "write ray:HOST:PORT"),
         (("--on", "ray://head:10001"), "write ray:HOST:PORT"),
-        (("--on", "kubernetes"), "--on kubernetes: write local, ray, ray:HOST:PORT or slurm"),
-        (("--on", "slurm:head"), "--on slurm:head: write local"),
+        (("--on", "kubernetes"), "--on kubernetes: write local, ray, ray:HOST:PORT, slurm or slurm:PARTITION"),
+        (("--on", "local:2"), "--on local:2: write local"),
+        (("--on", "slurm:"), "--on slurm:: write local"),
         (("--on", "ray:127.0.0.1:1", "--time", "5"), "--time has a meaning with --on slurm only"),
         (("--memory", "2"), "--memory has a meaning with --on ray or slurm only"),
         (("--on", "ray:127.0.0.1:1", "--cpus", "0"), "--cpus must be at least 1, got 0"),
@@ -256,7 +257,7 @@ def test_a_worker_without_the_data_is_one_sentence(executor: Callable[..., Any],
     assert module.StudyInputs.of(cell).digests[str(rows)]
     for change, text in (
         (lambda: rows.write_text("{}\n"), "rows.jsonl on .* differs"),
-        (rows.unlink, "lacks the study's data"),
+        (rows.unlink, "lacks input files"),
     ):
         change()
         with executor() as cluster, pytest.raises(UserError, match=text):

@@ -88,7 +88,7 @@ def test_a_sweep_by_slurm_has_the_bits_of_a_local_one_and_its_last_job_writes_th
 ) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     assert run(words(here)) == 0
-    more = ("--on", "slurm", "--cpus", "1", "--memory", "1.5", "--gpus", "0", "--time", "90", "--jobs", "1")
+    more = ("--on", "slurm:debug", "--cpus", "1", "--memory", "1.5", "--gpus", "0", "--time", "90", "--jobs", "1")
     assert run(words(there, *more)) == 0, capsys.readouterr().err
     assert metrics(there) == metrics(here) and len(metrics(here)) == 2
     tables = [pq.read_table(out / "cells.parquet").to_pydict() for out in (here, there)]
@@ -97,12 +97,12 @@ def test_a_sweep_by_slurm_has_the_bits_of_a_local_one_and_its_last_job_writes_th
     array, last = stand_in_slurm.scripts(slurm)
     assert flags_of(array) == {
         "array": "0-1%1", "cpus-per-task": "1", "job-name": "flatshift-cells", "mem": "1536MB", "nodes": "1",
-        "open-mode": "append", "signal": "USR2@90", "time": "90", "wckey": "submitit",
+        "open-mode": "append", "partition": "debug", "signal": "USR2@90", "time": "90", "wckey": "submitit",
     }  # fmt: skip
     assert "export OMP_NUM_THREADS=1" in array
     assert flags_of(last) == {
         "cpus-per-task": "1", "dependency": "afterok:100", "job-name": "flatshift-tables", "nodes": "1",
-        "open-mode": "append", "signal": "USR2@90", "time": "90", "wckey": "submitit",
+        "open-mode": "append", "partition": "debug", "signal": "USR2@90", "time": "90", "wckey": "submitit",
     }  # fmt: skip
     completed = {name: "COMPLETED" for name in ("100", "100_0", "100_1", "101")}
     deadline = time.monotonic() + HANG_S
@@ -196,7 +196,7 @@ def test_a_job_without_the_data_or_with_other_code_is_one_sentence(tmp_path: Pat
 
 
 def test_a_refusal_of_a_job_ends_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CellJob, "__call__", lambda self, cell, inputs: "the worker on a lacks the study's data")
+    monkeypatch.setattr(CellJob, "__call__", lambda self, cell, inputs: "the worker on a lacks input files")
     with pytest.raises(UserError, match="the worker on a lacks"):
         run_cells(tmp_path, cells_that(["ok"]), SlurmExecutor(Resources(), cluster="debug"), QUIET, run=behave)
 
