@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flatshift.experiments.run.ray_cluster import count_room, ray_cluster
+from flatshift.experiments.run.ray_cluster import count_room, ray_cluster, require_ray
 from flatshift.experiments.studies.cell import Cell
 from flatshift.experiments.studies.executors import (
     POLL_S,
@@ -82,6 +82,7 @@ class RayExecutor(Executor):
         self._tasks: dict[Any, Cell] = {}
         # Ray reads it once; by default it tries a task for ever that its memory monitor has killed.
         os.environ.setdefault("RAY_task_oom_retries", str(self.retries))
+        self._is_shared = require_ray().is_initialized()
         self._connection = contextlib.ExitStack()
         self._ray = self._connection.enter_context(ray_cluster(address, threads=resources.cpus))
 
@@ -153,8 +154,9 @@ class RayExecutor(Executor):
 
     def cancel(self) -> None:
         self._waiting.clear()
-        for reference in self._tasks:
-            self._ray.cancel(reference, force=True)
+        if self._is_shared:  # else they end with the connection: Ray 2.60 may abort at a cancelled second attempt
+            for reference in self._tasks:
+                self._ray.cancel(reference, force=True)
         self._tasks.clear()
 
 
