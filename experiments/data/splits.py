@@ -37,7 +37,6 @@ from flatshift.experiments.data.sources import (
     iter_source_rows,
     list_source_files,
 )
-from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.finetune.atomic import read_json_object
 from flatshift.finetune.data.columns import ColumnarExamples, ExampleWriter, open_examples
@@ -191,33 +190,24 @@ def sample_split_warning(recipe: Recipe) -> list[str]:
     ]
 
 
-_KNOWN = {
-    "train": "were trained on",
-    "dev": "are dev rows of the run, by which its best step was chosen",
-    "target": "are targets of its selection",
-}
+_KNOWN = {"train": "were trained on", "dev": "are dev rows of the run, by which its best step was chosen"}
 
 
 class KnownRows:
     """Texts that a run has read before it is evaluated on other files, and the rows of those that have them."""
 
-    def __init__(self, run: Path) -> None:
-        """Read the rows of the run again; `warnings` names the reason if that is not possible."""
+    def __init__(self, recipe: Recipe) -> None:
+        """Read the rows of the run's recipe again; `warnings` names the reason if that is not possible."""
         self._uses: dict[int, str] = {}
         self._matches: dict[str, list[str]] = {}
         self._total, self._problem = 0, ""
         try:
-            recipe = resume_recipe(run).recipe
             if is_large(recipe):
                 self._problem = "its rows are too many"
                 return
             splits = read_splits(recipe)
-            texts = recipe.select.target.files if recipe.select is not None else ()
-            columns = recipe.select.columns if recipe.select is not None else Columns()
-            target = read_rows(texts, columns=columns, required=("text",), bad_rows="skip")
-            for use, rows in (("train", splits.train), ("dev", splits.dev), ("target", target)):
-                for row in rows:
-                    self._uses.setdefault(content_hash(row, columns if use == "target" else recipe.data.columns), use)
+            for use, rows in (("dev", splits.dev), ("train", splits.train)):
+                self._uses |= {content_hash(row, recipe.data.columns): use for row in rows}
         except UserError as error:
             self._problem = str(error)
 
@@ -240,17 +230,21 @@ class KnownRows:
         ]
 
 
-def prepare_eval_data(recipe: Recipe, files: Sequence[str], *, run: Path) -> PreparedData:
+def prepare_eval_data(
+    recipe: Recipe, files: Sequence[str], *, run: Path, known: KnownRows | None = None
+) -> PreparedData:
     """Encode the rows of `files` as test rows of a finished run, with the classes and units that it was trained with.
 
-    These come from its manifest (`build_label_record`), so the run's own data files are not needed.
+    These come from its manifest (`build_label_record`), so the run's own data files are not needed. known: compares
+    the rows.
     Raises UserError for missing files or columns, rows without a class of the run, and files without a usable row.
     """
     labels, units = read_label_record(recipe, run)
     source = SourceFiles("--data", None, tuple(files), recipe.data.columns, "data.columns")
     skipped: list[str] = []
-    known = KnownRows(run)
-    rows = known.compare(source.rows(recipe.data, recipe.task, skipped), recipe.data.columns)
+    rows = source.rows(recipe.data, recipe.task, skipped)
+    if known is not None:
+        rows = known.compare(rows, recipe.data.columns)
     encoded = encode_rows(
         recipe,
         (("test", 0, row) for row in rows),
@@ -265,7 +259,7 @@ def prepare_eval_data(recipe: Recipe, files: Sequence[str], *, run: Path) -> Pre
     if not test:
         source.refuse_none(skipped)
     check_eos_counts(recipe, [test])
-    notes = (*encoded.notes, *known.warnings())
+    notes = (*encoded.notes, *(known.warnings() if known is not None else ()))
     return PreparedData([], [], test, labels, encoded.truncated, skipped, [], notes=notes, units=units)
 
 

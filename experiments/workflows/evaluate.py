@@ -27,6 +27,7 @@ from flatshift.experiments.data.splits import (
     read_label_record,
     read_splits,
 )
+from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
@@ -185,7 +186,7 @@ class _SideBySide:
             if not rows:
                 source.refuse_none(skipped)
             if subject.run is not None:
-                known_rows = KnownRows(subject.run)
+                known_rows = KnownRows(resume_recipe(subject.run).recipe)
                 rows = list(known_rows.compare(rows, columns))
                 self.results.notes += [f"{subject.name}: {warning}" for warning in known_rows.warnings()]
         else:
@@ -346,15 +347,21 @@ def evaluate_run(
         if world.is_main:  # it alone reads all weights; the other ranks rely on it
             check_run(path, recipe)
         world.wait()
-        result = _evaluate_run(path, recipe, data, Console(quiet=quiet or not world.is_main), world)
+        known = KnownRows(resume_recipe(path).recipe) if data else None
+        result = _evaluate_run(path, recipe, data, Console(quiet=quiet or not world.is_main), world, known)
     spawn.destroy_process_group(world)
     return result
 
 
 def _evaluate_run(
-    path: Path, recipe: Recipe, data: Sequence[str], console: Console, world: ProcessMesh
+    path: Path,
+    recipe: Recipe,
+    data: Sequence[str],
+    console: Console,
+    world: ProcessMesh,
+    known: KnownRows | None = None,
 ) -> dict[str, dict[str, Any]]:
-    prepared = prepare_eval_data(recipe, data, run=path) if data else prepare_data(recipe)
+    prepared = prepare_eval_data(recipe, data, run=path, known=known) if data else prepare_data(recipe)
     if data:
         console.say(f"data: {len(prepared.test):,} examples")
         for line in skipped_rows_summary(prepared, recipe.train.max_length):

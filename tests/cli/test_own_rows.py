@@ -245,6 +245,8 @@ def test_many_epochs_are_warned_of_with_the_steps_of_three(
     assert run(["train", "classify", *few, "--train.steps", "42", "--out", "many"]) == 0
     warning = "warning: 21 epochs mostly memorise the rows; 3 epochs are --train.steps 6"
     assert warning in capsys.readouterr().err.splitlines()
+    page = Path("many/report.html").read_text(encoding="utf-8")
+    assert "Share of the device&#39;s peak, all products" in page and "Hfu" not in page
     assert run(["train", "classify", *few, "--train.steps", "40", "--out", "twenty"]) == 0
     assert run(["train", "double-descent", *few, "--train.steps", "42", "--record", "null", "--out", "sweep"]) == 0
     assert "memorise" not in capsys.readouterr().err

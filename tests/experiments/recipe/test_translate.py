@@ -359,6 +359,15 @@ def test_a_recipe_of_pairs_translates_and_trains(text: str, home: Path) -> None:
     assert 0 <= json.loads((home / "run/eval.json").read_text())["test"]["preference_accuracy"]["value"] <= 1
 
 
+def test_rows_of_kto_without_a_prompt_are_reported(tmp_path: Path) -> None:
+    info = {"marks": {"file_name": "marks.json", "columns": {"messages": "messages", "kto_tag": "label"}}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
+    file = tmp_path / "theirs.yaml"
+    file.write_text(f"model_name_or_path: m\nstage: kto\ndataset: marks\ndataset_dir: {tmp_path}\n", encoding="utf-8")
+    (unknown,) = translate_recipe(file).unknown
+    assert unknown.endswith("marks: kto reads the columns prompt, completion and label)")
+
+
 def test_plain_text_of_llama_factory_is_packed(tmp_path: Path) -> None:
     file = tmp_path / "theirs.yaml"
     file.write_text("model_name_or_path: flatshift-5m\nstage: pt\nfinetuning_type: lora\nmax_samples: 9\n")
