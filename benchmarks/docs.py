@@ -137,7 +137,6 @@ HEADLINES = {
     "detox": "expected maximum toxicity, contrast less random",
     "gotd_solver": "50000 x 1000 x 384, epsilon 0.05: ours beside POT",
     "scale": "100,000,000 x 64 x 32 on 4 processes, 2 passes: memory",
-    "selection_stages": "CPU-seconds by two workers",
     "plan_validation": "seconds of an update, all held-out rows",
     "gpu": "8 B, 4,096 tokens, the best way: MFU",
     "evaluation": "4 shots, 3 candidates, 100 rows: shared contexts",
