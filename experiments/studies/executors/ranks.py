@@ -315,7 +315,8 @@ def _await_ray_ranks(
 
 def _make_trainer(ray: Any, job: RankJob, board: Any, share: int, retries: int) -> Any:
     """Return a trainer of Ray Train whose workers run `share` ranks each."""
-    from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
+    from ray.train.v2.api.callback import UserCallback
+    from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
     class LossCallback(UserCallback):
@@ -330,8 +331,13 @@ def _make_trainer(ray: Any, job: RankJob, board: Any, share: int, retries: int) 
             lost = {rank: RankEnd(3, f"lost its worker ({name})") for rank, name in failures.items()}
             ray.get(board.lose.remote(lost))
 
-    callbacks: list[Any] = [LossCallback()]
     needs = job.resources.requests(job.cell)
+    config: Any = RunConfig(
+        name="train",
+        storage_path=str(job.mark),
+        failure_config=FailureConfig(max_failures=retries, max_preemption_failures=retries),
+        callbacks=[LossCallback()],
+    )
     return DataParallelTrainer(
         run_ray_worker,
         train_loop_config={
@@ -346,12 +352,7 @@ def _make_trainer(ray: Any, job: RankJob, board: Any, share: int, retries: int) 
             resources_per_worker={name: amount * share for name, amount in needs.items()},
             placement_strategy="PACK" if job.nodes is None else "STRICT_SPREAD",
         ),
-        run_config=RunConfig(
-            name="train",
-            storage_path=str(job.mark),
-            failure_config=FailureConfig(max_failures=retries, max_preemption_failures=retries),
-            callbacks=callbacks,
-        ),
+        run_config=config,
     )
 
 
@@ -361,7 +362,7 @@ def _run_on_ray(ray: Any, job: RankJob, retries: int) -> list[RankEnd]:
     Raises KeyboardInterrupt after a request to stop, once all have stopped with a checkpoint; at a second one at once.
     """
     try:
-        from ray.train import ControllerError
+        from ray.train.v2.api.exceptions import ControllerError
     except ImportError as error:
         raise UserError(f"--on ray: Ray Train lacks a package ({error}); pip install 'flatshift[ray]'") from error
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

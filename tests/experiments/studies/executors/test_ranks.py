@@ -256,8 +256,8 @@ def test_a_lost_node_is_replaced_or_the_same_command_goes_on(here: Path, tmp_pat
             errors = command.communicate(timeout=HANG_S)[1]
             assert command.returncode == 3, errors
             assert "the Ray cluster room for 1; take a smaller mesh" in errors and "the same command goes on" in errors
-            cluster.add_node(**node)
-            finish(start(out, *on))
+            cluster.add_node(**{**node, "num_cpus": 2})
+            finish(start(out, *on, "--nodes", "1"))  # one worker of two ranks
         finally:
             cluster.shutdown()
     assert "continues after step" in (out / "log.txt").read_text(encoding="utf-8")
