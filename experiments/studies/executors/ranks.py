@@ -1,4 +1,4 @@
-"""Ranks of a training run on a cluster: actors of a Ray placement group, or tasks of a Slurm job by submitit.
+"""Ranks of a training run on a cluster: processes of Ray Train's workers, or tasks of a Slurm job by submitit.
 
 A rank is a process of `flatshift train` with the variables of torchrun. If one is lost, all start again from the run's
 last checkpoint, and so does the same command after it was killed. The run directory is on a disk that all nodes see.
@@ -15,9 +15,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ _UNLIMITED = 1_000_000
 _ROOM_S = 30.0
 _JOB = "job.json"
 _REPORT, _SILENT = "flatshift: ", "and last printed"
+_GOES_ON = "the last checkpoint is kept, and the same command goes on from there"
 
 
 @dataclass(frozen=True)
@@ -83,18 +86,13 @@ class RankJob:
             "TORCHELASTIC_RESTART_COUNT": str(int(has_begun)),  # by which a rank resumes
             "FLATSHIFT_LAUNCHER": str(os.getpid()),
         }
-        # Slurm's signal is for submitit, which asks rank 0 to stop; ranks would end by it.
-        before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-        try:
-            return subprocess.Popen(
-                [sys.executable, "-P", "-m", "flatshift", *self.command],
-                cwd=self.directory,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                **options,
-            )
-        finally:
-            signal.signal(signal.SIGUSR2, before)
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "flatshift", *self.command],
+            cwd=self.directory,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            **options,
+        )
 
 
 @dataclass(frozen=True)
@@ -144,9 +142,9 @@ def train_on_cluster(
     if kind == "slurm":
         jobs = SlurmRanks(job, minutes=options.time or 60, partition=place)
         return _restart_lost(jobs.run, options.retries)
-    with ray_cluster(place) as ray, tempfile.NamedTemporaryFile(dir=job.out.parent, prefix=f".{out.name}-") as mark:
-        job = dataclasses.replace(job, mark=Path(mark.name))
-        return _restart_lost(lambda: _run_on_ray(ray, job), options.retries)
+    with ray_cluster(place) as ray, tempfile.TemporaryDirectory(dir=job.out.parent, prefix=f".{out.name}-") as mark:
+        job = dataclasses.replace(job, mark=Path(mark))
+        return _restart_lost(lambda: _run_on_ray(ray, job, options.retries), 0)
 
 
 def check_same_run(out: Path, resolved: Resolved) -> None:
@@ -177,106 +175,270 @@ def _restart_lost(run: Callable[[], list[RankEnd]], retries: int) -> int:
         except UserError as error:
             if left == retries:
                 raise
-            raise Interrupted(
-                f"{error}; the last checkpoint is kept, and the same command goes on from there"
-            ) from error
+            raise Interrupted(f"{error}; {_GOES_ON}") from error
         if not any(end.code for end in ends):
             return 0
-        rank, end = min(((r, end) for r, end in enumerate(ends) if end.code), key=lambda pair: pair[1].weight)
-        is_report = end.reason.startswith(_REPORT)
+        rank, end, reason = _find_cause(dict(enumerate(ends)))
         if end.code != 3:
+            is_report = end.reason.startswith(_REPORT)
             if rank or not is_report:  # rank 0 has printed to the terminal itself
-                print(end.reason if is_report else f"{_REPORT}rank {rank} {end.reason}", file=sys.stderr, flush=True)
+                print(end.reason if is_report else f"{_REPORT}{reason}", file=sys.stderr, flush=True)
             return end.code
-        reason = end.reason.removeprefix(f"{_REPORT}interrupted: ") if is_report else f"rank {rank} {end.reason}"
-        if left:
-            message = f"{reason}; all ranks start again from the last checkpoint ({left} more times at most)"
-            print(f"{_REPORT}{message}", file=sys.stderr, flush=True)
-    raise Interrupted(f"{reason}; the last checkpoint is kept, and the same command goes on from there")
+        _announce_restart(reason, left)
+    raise Interrupted(f"{reason}; {_GOES_ON}")
 
 
-class RankProcess:
-    """Actor that runs one rank in a process of its own."""
-
-    def __init__(self, payload: Sequence[Any]) -> None:
-        # A reference in the object store, which is loaded only if this worker has the same code.
-        self._payload = payload
-        self._process: subprocess.Popen[bytes] | None = None
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115
-        self._port = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-
-    def _load(self) -> RankJob:
-        import ray
-
-        job: RankJob = ray.get(self._payload[0])
-        return job
-
-    def problem(self, inputs: dict[str, Any]) -> str | None:
-        """Return a sentence on what this worker lacks. inputs: `StudyInputs`, as plain values."""
-        return StudyInputs(**inputs).problem(lambda: self._load().cell) or self._load().node_problem()
-
-    def place(self) -> tuple[str, str, int]:
-        """Return the node's id and address, and a free port, which rank 0 inherits, so that nobody takes it."""
-        import ray
-
-        self._port.bind(("", 0))
-        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), self._port.getsockname()[1]
-
-    def start(self, variables: dict[str, str]) -> None:
-        """Start the rank."""
-        descriptor = self._port.fileno()
-        if variables["RANK"] == "0":
-            variables = {**variables, "FLATSHIFT_STORE_FD": str(descriptor)}
-        self._process = self._load().start(
-            variables, stdout=subprocess.DEVNULL, stderr=self._output, pass_fds=(descriptor,)
-        )
-        self._port.close()
-
-    def stop(self) -> None:
-        """Ask the rank to stop with a checkpoint."""
-        if self._process is not None:
-            self._process.terminate()
-
-    def poll(self, offset: int) -> tuple[int | None, bytes]:
-        """Return the rank's exit code, None while it runs, and what it printed from `offset` on."""
-        assert self._process is not None
-        code = self._process.poll()
-        return code, os.pread(self._output.fileno(), 1 << 20, offset)
+def _find_cause(ends: Mapping[int, RankEnd]) -> tuple[int, RankEnd, str]:
+    """Return the rank whose failure is the cause of all `ends`, its end, and a clause on it."""
+    rank, end = min(((rank, end) for rank, end in ends.items() if end.code), key=lambda pair: pair[1].weight)
+    is_report = end.reason.startswith(_REPORT)
+    return rank, end, end.reason.removeprefix(f"{_REPORT}interrupted: ") if is_report else f"rank {rank} {end.reason}"
 
 
-def _run_on_ray(ray: Any, job: RankJob) -> list[RankEnd]:
-    """Run all ranks once, as actors of a placement group."""
-    from ray.util import placement_group, remove_placement_group
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+def _announce_restart(reason: str, left: int) -> None:
+    """Print that all ranks start again, unless no time is left."""
+    if left:
+        message = f"{reason}; all ranks start again from the last checkpoint ({left} more times at most)"
+        print(f"{_REPORT}{message}", file=sys.stderr, flush=True)
+
+
+@dataclass
+class RayState:
+    """State of the ranks on Ray. ends: by rank, since all were started last. output: what rank 0 printed. losses: ends
+    of the starts that lost a rank. problem: a sentence on what a worker lacks."""
+
+    is_running: bool = False
+    must_stop: bool = False
+    ends: dict[int, RankEnd] = field(default_factory=dict)
+    output: bytes = b""
+    losses: list[dict[int, RankEnd]] = field(default_factory=list)
+    problem: str | None = None
+
+
+class RayBoard:
+    """Actor by which the command, Ray Train's controller and its workers share the state of the ranks."""
+
+    def __init__(self) -> None:
+        self._state = RayState()
+
+    def change(self, **values: Any) -> None:
+        """Set fields of the state."""
+        self._state = dataclasses.replace(self._state, **values)
+
+    def report(self, ends: Mapping[int, RankEnd], output: bytes) -> RayState:
+        """Add ends of ranks and output of rank 0, and return the state without its output."""
+        self._state.ends |= ends
+        self._state.output += output
+        return self.read(len(self._state.output))
+
+    def lose(self, lost: Mapping[int, RankEnd]) -> None:
+        """End a start of all ranks. lost: ends of those whose worker was lost."""
+        self._state.ends |= lost
+        if self._state.is_running:
+            self._state.is_running = False
+            self._state.losses.append(dict(self._state.ends))
+
+    def read(self, offset: int) -> RayState:
+        """Return the state with the output from `offset` on."""
+        return dataclasses.replace(self._state, output=self._state.output[offset:])
+
+
+def run_ray_worker(config: Mapping[str, Any]) -> None:
+    """Run the ranks of one of Ray Train's workers until the ranks of all have ended, or a worker cannot run any.
+
+    config: `board`, a `RayBoard`; `job`, a list with a reference to the job, which only the same code can load;
+    `inputs`, plain values of `StudyInputs`; `share`, number of ranks of a worker. Raises Interrupted if a rank was
+    lost, so that Ray Train starts all again.
+    """
+    import ray
+    from ray.train import get_context
+    from ray.train.collective import barrier, broadcast_from_rank_zero
+
+    board, share = config["board"], config["share"]
+    first = get_context().get_world_rank() * share
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as port:
+        place: dict[str, str] = {}
+        if first == 0:  # rank 0 inherits its free port, so that nobody takes it
+            port.bind(("", 0))
+            place = {"MASTER_ADDR": ray.util.get_node_ip_address(), "MASTER_PORT": str(port.getsockname()[1])}
+            ray.get(board.change.remote(is_running=True, ends={}))
+        place = broadcast_from_rank_zero(place)
+        problem = StudyInputs(**config["inputs"]).problem(lambda: ray.get(config["job"][0]).cell)
+        if problem := problem or ray.get(config["job"][0]).node_problem():
+            ray.get(board.change.remote(problem=problem))
+        barrier()
+        if ray.get(board.read.remote(0)).problem is not None:
+            return
+        job: RankJob = ray.get(config["job"][0])
+        processes, outputs = [], []
+        for local in range(share):
+            variables = {**place, "RANK": str(first + local), "LOCAL_RANK": str(local), "WORLD_SIZE": str(job.size)}
+            if first + local == 0:
+                variables["FLATSHIFT_STORE_FD"] = str(port.fileno())
+            outputs.append(output := tempfile.TemporaryFile())  # noqa: SIM115
+            options: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": output, "pass_fds": (port.fileno(),)}
+            processes.append(job.start(variables, **options))
+    try:
+        state = _await_ray_ranks(ray, board, job.size, dict(enumerate(zip(processes, outputs, strict=True), first)))
+    finally:
+        for process in processes:
+            process.kill()
+    if any(end.code for end in state.ends.values()) and not state.must_stop:
+        _, end, reason = _find_cause(state.ends)
+        if end.code == 3:
+            raise Interrupted(reason)
+
+
+def _await_ray_ranks(
+    ray: Any, board: Any, size: int, ranks: Mapping[int, tuple[subprocess.Popen[bytes], Any]]
+) -> RayState:
+    """Report the ends of this worker's `ranks`, rank → process and output, until all `size` ranks have ended."""
+    printed, state, has_asked = 0, RayState(), False
+    while len(state.ends) < size:
+        time.sleep(POLL_S / 4)
+        ends, text = {}, b""
+        for rank, (process, output) in ranks.items():
+            code = process.poll()
+            # Not `read`: the rank writes at the position of the same open file.
+            content = os.pread(output.fileno(), os.fstat(output.fileno()).st_size, 0)
+            if rank == 0:
+                text, printed = content[printed:], len(content)
+            if code is not None:
+                ends[rank] = RankEnd.of(code, content.decode(errors="replace"))
+        state = ray.get(board.report.remote(ends, text))
+        if state.must_stop and not has_asked:
+            has_asked = True
+            for process, _ in ranks.values():
+                process.terminate()
+    return state
+
+
+def _make_trainer(ray: Any, job: RankJob, board: Any, share: int, retries: int) -> Any:
+    """Return a trainer of Ray Train whose workers run `share` ranks each."""
+    from ray.train.v2.api.callback import UserCallback
+    from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+    class LossCallback(UserCallback):
+        """Report of lost workers to the board."""
+
+        def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+            failures = {
+                worker * share: type(getattr(error, "health_check_failure", error)).__name__
+                for worker, error in worker_exceptions.items()
+                if not isinstance(error, Interrupted)
+            }
+            lost = {rank: RankEnd(3, f"lost its worker ({name})") for rank, name in failures.items()}
+            ray.get(board.lose.remote(lost))
 
     needs = job.resources.requests(job.cell)
-    share = 1 if job.nodes is None else job.size // job.nodes
-    bundles = [{name: amount * share for name, amount in needs.items()}] * (job.size // share)
-    _check_room(count_room(ray, needs, "rank"), job, share)
-    group = placement_group(bundles, strategy="PACK" if job.nodes is None else "STRICT_SPREAD")
+    config: Any = RunConfig(
+        name="train",
+        storage_path=str(job.mark),
+        failure_config=FailureConfig(max_failures=retries, max_preemption_failures=retries),
+        callbacks=[LossCallback()],
+    )
+    return DataParallelTrainer(
+        run_ray_worker,
+        train_loop_config={
+            "board": board,
+            "job": [ray.put(job)],
+            "inputs": vars(StudyInputs.of(job.cell)),
+            "share": share,
+        },
+        scaling_config=ScalingConfig(
+            num_workers=job.size // share,
+            use_gpu="GPU" in needs,
+            resources_per_worker={name: amount * share for name, amount in needs.items()},
+            placement_strategy="PACK" if job.nodes is None else "STRICT_SPREAD",
+        ),
+        run_config=config,
+    )
+
+
+def _run_on_ray(ray: Any, job: RankJob, retries: int) -> list[RankEnd]:
+    """Run all ranks by Ray Train, which starts them again at most `retries` times; return their last ends.
+
+    Raises KeyboardInterrupt after a request to stop, once all have stopped with a checkpoint; at a second one at once.
+    """
     try:
-        while not group.wait(_ROOM_S):
-            _check_room(count_room(ray, needs, "rank"), job, share)
-            print("flatshift: waiting for room on the Ray cluster", file=sys.stderr, flush=True)
-        payload = [ray.put(job)]
-        actors = [
-            ray.remote(RankProcess)
-            .options(
-                num_cpus=needs["CPU"],
-                num_gpus=needs.get("GPU", 0),
-                memory=needs.get("memory"),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank // share),
-            )
-            .remote(payload)
-            for rank in range(job.size)
-        ]
-        return _run_actors(ray, job, actors)
-    finally:
-        remove_placement_group(group)  # ends its actors, and they their ranks
+        from ray.train.v2.api.exceptions import ControllerError
+    except ImportError as error:
+        raise UserError(f"--on ray: Ray Train lacks a package ({error}); pip install 'flatshift[ray]'") from error
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    share = 1 if job.nodes is None else job.size // job.nodes
+    _check_room(ray, job, share)
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    board = ray.remote(RayBoard).options(num_cpus=0, scheduling_strategy=here).remote()
+    fit: Future[Any] = Future()
+    try:
+        ray.get(board.read.remote(0))
+        trainer = _make_trainer(ray, job, board, share, retries)
+        # Ray Train handles Ctrl-C in a main thread only, and would end the ranks without a checkpoint.
+        threading.Thread(target=_fit, args=(trainer, fit), daemon=True).start()
+        state = _follow_ray_ranks(ray, board, fit, lambda: _check_room(ray, job, share), retries)
+        if state.problem is not None:
+            raise UserError(state.problem)
+        failure = fit.exception()
+        if isinstance(failure, (ControllerError, ray.exceptions.RayError)):
+            raise failure
+    except (ControllerError, ray.exceptions.RayError) as error:
+        reason = str(error).strip().rpartition("\n")[2]
+        problem = f"a Ray worker cannot run a rank: {reason}; install the same flatshift on every node"
+        raise UserError(problem) from error
+    ends = [state.ends.get(rank, RankEnd(0)) for rank in range(job.size)]
+    if failure is not None and not any(end.code for end in ends):
+        ends[0] = RankEnd(3, f"lost its worker ({type(failure).__name__})")
+    return ends
 
 
-def _check_room(room: Sequence[int], job: RankJob, share: int) -> None:
-    """Raise UserError if the cluster can never hold the ranks, `share` of them together. room: ranks of each node."""
+def _fit(trainer: Any, fit: Future[Any]) -> None:
+    try:
+        fit.set_result(trainer.fit())
+    except BaseException as error:
+        fit.set_exception(error)
+
+
+def _follow_ray_ranks(ray: Any, board: Any, fit: Future[Any], check_room: Callable[[], None], retries: int) -> RayState:
+    """Print what rank 0 prints and the losses of ranks until Ray Train has finished; return the last state."""
+    printed, losses, request, state, is_done = 0, 0, None, RayState(), False
+    patience = time.monotonic() + _ROOM_S
+    while not is_done:
+        try:
+            is_done = fit.done()
+            state = ray.get(board.read.remote(printed))
+            printed += _print_lines(state.output, whole=is_done)
+            for ends in state.losses[losses:]:
+                _announce_restart(_find_cause(ends)[2], max(0, retries - losses))
+                losses += 1
+            if not state.is_running and not is_done:
+                if request is not None:
+                    raise request
+                check_room()
+            if state.is_running:
+                patience = time.monotonic() + _ROOM_S
+            elif time.monotonic() > patience:
+                patience += _ROOM_S
+                print("flatshift: waiting for Ray Train to start all workers", file=sys.stderr, flush=True)
+            time.sleep(POLL_S / 4)
+        except KeyboardInterrupt as error:
+            if request is not None:
+                raise
+            request = error
+            board.change.remote(must_stop=True)
+        except UserError as error:
+            if not state.losses:
+                raise
+            raise Interrupted(f"{error}; {_GOES_ON}") from error
+    if request is not None:
+        raise request
+    return state
+
+
+def _check_room(ray: Any, job: RankJob, share: int) -> None:
+    """Raise UserError if the cluster can never hold the ranks, `share` of them together."""
+    room = count_room(ray, job.resources.requests(job.cell), "rank")
     groups = sum(count // share if job.nodes is None else count >= share for count in room)
     if groups * share < job.size:
         nodes = "" if job.nodes is None else f" on {job.nodes} nodes of {share} each"
@@ -284,61 +446,6 @@ def _check_room(room: Sequence[int], job: RankJob, share: int) -> None:
             f"the mesh has {job.size} ranks{nodes}, and the Ray cluster room for {groups * share}; take a smaller "
             "mesh, fewer resources for each rank, or add a node"
         )
-
-
-def _run_actors(ray: Any, job: RankJob, actors: Sequence[Any]) -> list[RankEnd]:
-    errors, inputs = ray.exceptions, vars(StudyInputs.of(job.cell))
-    try:
-        places = ray.get([actor.place.remote() for actor in actors])
-        first_on_node = {node: actor for (node, *_), actor in zip(places, actors, strict=True)}
-        problems = ray.get([actor.problem.remote(inputs) for actor in first_on_node.values()])
-    except errors.RayError as error:
-        if not isinstance(error, errors.RayTaskError) and "creation task" not in str(error):
-            return [RankEnd(3, f"lost its worker ({type(error).__name__})")]
-        reason = str(error).strip().rpartition("\n")[2]
-        raise UserError(
-            f"a Ray worker cannot run a rank: {reason}; install the same flatshift on every node"
-        ) from error
-    if problem := next(filter(None, problems), None):
-        raise UserError(problem)
-    # The ranks of a node follow each other, so that the last axes of the mesh stay inside it.
-    pairs = sorted(zip(places, actors, strict=True), key=lambda pair: pair[0])
-    _, address, port = pairs[0][0]
-    common = {"WORLD_SIZE": str(job.size), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
-    for rank, (_, actor) in enumerate(pairs):
-        actor.start.remote({**common, "RANK": str(rank), "LOCAL_RANK": "0"})  # it sees no device but its own
-    return _await_ends(ray, [actor for _, actor in pairs])
-
-
-def _await_ends(ray: Any, actors: Sequence[Any]) -> list[RankEnd]:
-    """Wait for all ranks, which end by themselves when one is lost, and print what rank 0 prints.
-
-    Raises KeyboardInterrupt after a request to stop, once all have stopped with a checkpoint; at a second one at once.
-    """
-    ends: dict[int, RankEnd] = {}
-    output, printed, request = [b""] * len(actors), 0, None
-    while len(ends) < len(actors):
-        try:
-            for rank in set(range(len(actors))) - set(ends):
-                try:
-                    code, text = ray.get(actors[rank].poll.remote(len(output[rank])))
-                except ray.exceptions.RayError as error:
-                    ends[rank] = RankEnd(3, f"lost its worker ({type(error).__name__})")
-                    continue
-                output[rank] += text
-                if code is not None:
-                    ends[rank] = RankEnd.of(code, output[rank].decode(errors="replace"))
-            printed += _print_lines(output[0][printed:], whole=0 in ends)
-            time.sleep(POLL_S / 4)
-        except KeyboardInterrupt as error:
-            if request is not None:
-                raise
-            request = error
-            for actor in actors:
-                actor.stop.remote()
-    if request is not None:
-        raise request
-    return [ends[rank] for rank in range(len(actors))]
 
 
 def _print_lines(output: bytes, *, whole: bool) -> int:
@@ -368,7 +475,12 @@ class SlurmRank:
             return problem
         TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
         self.progress = self._measure_progress()
-        self.process = self.job.start({})
+        # Slurm's signal is for submitit, which asks rank 0 to stop; ranks would end by it.
+        before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        try:
+            self.process = self.job.start({})
+        finally:
+            signal.signal(signal.SIGUSR2, before)
         while (code := self.process.poll()) is None:
             time.sleep(POLL_S / 4)
         if code == 3:  # not a result: Slurm may be about to run this job again

@@ -213,8 +213,11 @@ def test_what_a_cluster_cannot_do_is_one_sentence(
         assert re.search(r"rows\.jsonl on \S+ differs from the command's", refusal("--data", str(rows)))
 
 
-@pytest.mark.slow  # a cluster of its own, with another tree
-def test_a_worker_without_this_code_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow  # clusters of their own, with another tree on one node
+@pytest.mark.parametrize("on_head", [True, False])
+def test_a_worker_without_this_code_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], *, on_head: bool
+) -> None:
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
@@ -222,11 +225,13 @@ def test_a_worker_without_this_code_is_one_sentence(tmp_path: Path, capsys: pyte
     (tmp_path / "tree" / "flatshift" / "__init__.py").touch()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("PYTHONPATH", str(tmp_path / "tree"))
+        patch.setenv("PYTHONPATH", str(tmp_path / "tree" if on_head else ROOT))
         patch.chdir(tmp_path)
-        node: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False}
-        cluster = Cluster(initialize_head=True, head_node_args=node)
+        node: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 << 20}
+        cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
         try:
+            patch.setenv("PYTHONPATH", str(ROOT if on_head else tmp_path / "tree"))
+            cluster.add_node(**node)
             assert run(words(tmp_path / "out", "--on", f"ray:{cluster.address}")) == 2
         finally:
             cluster.shutdown()
@@ -256,8 +261,8 @@ def test_a_lost_node_is_replaced_or_the_same_command_goes_on(here: Path, tmp_pat
             errors = command.communicate(timeout=HANG_S)[1]
             assert command.returncode == 3, errors
             assert "the Ray cluster room for 1; take a smaller mesh" in errors and "the same command goes on" in errors
-            cluster.add_node(**node)
-            finish(start(out, *on))
+            cluster.add_node(**{**node, "num_cpus": 2})
+            finish(start(out, *on, "--nodes", "1"))  # one worker of two ranks
         finally:
             cluster.shutdown()
     assert "continues after step" in (out / "log.txt").read_text(encoding="utf-8")
