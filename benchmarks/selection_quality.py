@@ -75,6 +75,8 @@ def main() -> None:
     options = flags.parse_args()
     name, out = options.study, options.out or ROOT / ".bench" / f"selection_{options.study}"
     if options.report is not None:
+        if not (folder(name) / DOCUMENT).is_file():
+            raise SystemExit(f"the study {name} has not run to its end: there is no page of it")
         write_text(options.report, tables.page(json.loads((folder(name) / DOCUMENT).read_text(encoding="utf-8"))))
         return
     notice = (
