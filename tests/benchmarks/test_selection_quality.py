@@ -474,10 +474,8 @@ def test_rates_of_some_targets_serve_all_and_plain_form_may_be_judged_alone(tmp_
     recipe = make_study(tmp_path)
     text = recipe.read_text()
     target = next(iter(load_recipe(str(recipe), recipe_type=StudyRecipe).recipe.quality.targets))
-    more = (
-        f"tune_on: [{target}]\n  fine_tune: false\n  form_after: true\n  forgetting: true\n  elsewhere: 7\n  budgets:"
-    )
-    recipe.write_text(text.replace("  budgets:", f"  {more}\n  budgets:", 1))
+    more = ("fine_tune: false", "form_after: true", "forgetting: true", "elsewhere: 7", "budgets:")
+    recipe.write_text(text.replace("budgets:", "\n  ".join((f"tune_on: [{target}]", *more)), 1))
     document = study_quality(
         str(recipe), tmp_path / "o", data=tmp_path, jobs=1, quiet=True, selectors=("random", "gotd")
     )
