@@ -159,6 +159,9 @@ def _warmup_steps(translation: _Translation, key: str, tree: Tree) -> None:
 
 
 def _samples(translation: _Translation, key: str, tree: Tree) -> None:
+    if "," in str(translation.value("dataset")):
+        translation.reject(key, tree, "it caps each data set; set `first` of each of data.train.sources")
+        return
     translation.set({"data.train.first": to_python(tree)}, tree.location)
     translation.notes.append(f"{key}: data.train.first is refused above the number of rows; leave it out then")
 

@@ -39,13 +39,14 @@ def ray_cluster(address: str | None, *, threads: int | None = None) -> Iterator[
     if ray.is_initialized():
         yield ray
         return
-    address = address or os.environ.get("RAY_ADDRESS") or _last_started_address()
+    named = address or os.environ.get("RAY_ADDRESS")
+    address = named or _last_started_address()
     _check_reachable(address)
     on_stop = signal.getsignal(signal.SIGTERM)
     variables = {} if threads is None else dict.fromkeys(THREAD_VARIABLES, str(threads))
     try:
         ray.init(
-            address=address,
+            address=named or "auto",  # as `auto` Ray takes the token that `ray start` may have left here
             log_to_driver=False,
             logging_level=logging.ERROR,
             runtime_env={"env_vars": variables},
@@ -53,7 +54,8 @@ def ray_cluster(address: str | None, *, threads: int | None = None) -> Iterator[
     except (ConnectionError, RuntimeError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(
-            f"--on ray: no Ray cluster at {address} ({reason}); start one with `ray start --head`"
+            f"--on ray: no Ray cluster at {address} ({reason}); start one with `ray start --head`, or set "
+            "RAY_AUTH_MODE=token if it asks for a token"
         ) from error
     finally:
         if threading.current_thread() is threading.main_thread():  # Ray's own handler ends the command at once

@@ -443,8 +443,8 @@ def _check_room(ray: Any, job: RankJob, share: int) -> None:
     if groups * share < job.size:
         nodes = "" if job.nodes is None else f" on {job.nodes} nodes of {share} each"
         raise UserError(
-            f"the mesh has {job.size} ranks{nodes}, and the Ray cluster room for {groups * share}; take a smaller "
-            "mesh, fewer resources for each rank, or add a node"
+            f"the mesh has {job.size} ranks{nodes}, and the Ray cluster has room for {groups * share} of them; take a "
+            "smaller mesh, fewer resources for each rank, or add a node"
         )
 
 

@@ -257,6 +257,7 @@ def test_a_key_becomes_the_setting(tmp_path: Path, line: str, key: str, value: o
     [
         ("base_model: flatshift-5m\n", ":1: adapter is not set (full fine-tuning has no counterpart: a LoRA adapter"),
         ("model_name_or_path: m\nfinetuning_type: full\n", ":2: finetuning_type: full (full fine-tuning has no"),
+        ("model_name_or_path: m\nexport_dir: whole\n", ":2: export_dir: whole (`flatshift merge RUN --out DIR` writes"),
         ("model_name_or_path: m\nval_size: 100\n", ":2: val_size: 100 (data.holdout is a share of the rows)"),
         (
             "base_model: m\nadapter: lora\nrl: dpo\ndatasets: [{path: a.jsonl, field_messages: conversation}]\n",
@@ -366,6 +367,28 @@ def test_rows_of_kto_without_a_prompt_are_reported(tmp_path: Path) -> None:
     file.write_text(f"model_name_or_path: m\nstage: kto\ndataset: marks\ndataset_dir: {tmp_path}\n", encoding="utf-8")
     (unknown,) = translate_recipe(file).unknown
     assert unknown.endswith("marks: kto reads the columns prompt, completion and label)")
+
+
+def test_a_system_turn_of_llama_factory_is_kept_and_its_template_is_advice(tmp_path: Path) -> None:
+    file = tmp_path / "theirs.yaml"
+    file.write_text(
+        "model_name_or_path: flatshift-5m\nfinetuning_type: lora\ndefault_system: Be brief.\ntemplate: gemma\n"
+    )
+    translated = translate_recipe(file)
+    assert translated.recipe["task"]["system"] == "Be brief." and translated.unknown == ()
+    assert any(note.startswith("template: ") and "for one that has none" in note for note in translated.notes)
+
+
+def test_a_cap_of_each_of_several_data_sets_is_reported(tmp_path: Path) -> None:
+    info = {name: {"file_name": f"{name}.json"} for name in ("one", "two")}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
+    file = tmp_path / "theirs.yaml"
+    text = f"model_name_or_path: m\ndataset: one,two\nmax_samples: 10\ndataset_dir: {tmp_path}\n"
+    file.write_text(text, encoding="utf-8")
+    translated = translate_recipe(file)
+    (unknown,) = translated.unknown
+    assert unknown.endswith(":3: max_samples: 10 (it caps each data set; set `first` of each of data.train.sources)")
+    assert "first" not in translated.recipe["data"]["train"]
 
 
 def test_plain_text_of_llama_factory_is_packed(tmp_path: Path) -> None:

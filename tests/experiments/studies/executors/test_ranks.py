@@ -201,8 +201,10 @@ def test_what_a_cluster_cannot_do_is_one_sentence(
 
     assert "no node of the Ray cluster has 2 CPUs for a rank; the most on a node: 1 CPUs" in refusal("--cpus", "2")
     assert "no node of the Ray cluster has 1 CPUs and 1 GPUs for a rank" in refusal("--gpus", "1")
-    assert "the mesh has 2 ranks on 1 nodes of 2 each, and the Ray cluster room for 0" in refusal("--nodes", "1")
-    assert "the mesh has 4 ranks, and the Ray cluster room for 2" in refusal("--mesh.dp", "4")
+    assert "the mesh has 2 ranks on 1 nodes of 2 each, and the Ray cluster has room for 0 of them" in refusal(
+        "--nodes", "1"
+    )
+    assert "the mesh has 4 ranks, and the Ray cluster has room for 2 of them" in refusal("--mesh.dp", "4")
     (bad := tmp_path / "bad.jsonl").write_text("{\n", encoding="utf-8")
     assert "bad.jsonl:1" in refusal("--data", str(bad)), "a rank alone reads rows"
     with monkeypatch.context() as patch:
@@ -260,7 +262,10 @@ def test_a_lost_node_is_replaced_or_the_same_command_goes_on(here: Path, tmp_pat
                 cluster.remove_node(lost)
             errors = command.communicate(timeout=HANG_S)[1]
             assert command.returncode == 3, errors
-            assert "the Ray cluster room for 1; take a smaller mesh" in errors and "the same command goes on" in errors
+            assert (
+                "the Ray cluster has room for 1 of them; take a smaller mesh" in errors
+                and "the same command goes on" in errors
+            )
             cluster.add_node(**{**node, "num_cpus": 2})
             finish(start(out, *on, "--nodes", "1"))  # one worker of two ranks
         finally:
