@@ -276,7 +276,7 @@ def test_a_worker_with_other_code_is_one_sentence(tmp_path: Path) -> None:
         shutil.copytree(
             ROOT / room,
             tree / room,
-            ignore=lambda folder, names: [n for n in names if Path(n).suffix not in ("", ".py")],
+            ignore=lambda folder, names: [n for n in names if Path(n).suffix not in ("", ".py", ".tsv", ".yaml")],
         )
     shutil.copytree(ROOT / "flatshift", tree / "flatshift", symlinks=True)
     with (tree / "experiments" / "studies" / "cell.py").open("a", encoding="utf-8") as file:
