@@ -136,9 +136,8 @@ class SampleGradients:
 
 
 def train_loss_gap(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Callable[[Sequence[str]], np.ndarray]:
-    """Train a light adapter on `target` by the usual training loop; return texts → (n,) nats per token of the backbone
-    with it minus those of the backbone alone, relative to the latter if `normalised`; NaN for a text without a token.
-    """
+    """Train a light adapter on `target` by the usual training loop; return texts → (n,) nats per token with it minus
+    those without it, relative to the latter if `normalised`; NaN for a text without a token."""
     from flatshift.finetune.compute.numerics import evaluation_mode
     from flatshift.finetune.data.batches import TrainingDataLoader
     from flatshift.finetune.data.eval_batching import EvalBatching, get_pad_token_id

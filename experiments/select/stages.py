@@ -365,14 +365,10 @@ class _StoredPool:
         """Number of files."""
         return int(np.load(self.counts, mmap_mode="r", allow_pickle=False).shape[1])
 
-    def path(self, number: int) -> Path:
-        """Return the file with the rows of the pool's file of this number."""
-        return self.directory / f"{number:05d}.arrow"
-
     def open(self) -> RowStore:
         """Return all rows; files are opened when they are read."""
         firsts, lengths = np.load(self.counts, allow_pickle=False)
-        return RowStore(self.path, self.columns, firsts, lengths)
+        return RowStore(lambda number: _rows_file(self.directory, number), self.columns, firsts, lengths)
 
 
 @dataclass(frozen=True)
@@ -432,7 +428,7 @@ class _ReadFile:
                     columns.update(dict.fromkeys(row.record))
                 yield row
 
-        with atomic_path(_StoredPool(self.directory, self.columns, Path()).path(number)) as path:
+        with atomic_path(_rows_file(self.directory, number)) as path:
             write_rows(rows(), path, columns=self.columns, domain_column=self.domain_column)
         # The rest of a file that breaks off is one bad row, and no record.
         records = len(ids) + sum(not reason.endswith(" records before that were read") for reason in skipped)
@@ -514,6 +510,10 @@ def _shard_edges(rows: int, files: int, align: int) -> list[int]:
     """Return the borders of the shards of `rows` rows, multiples of `align` but for the last."""
     count = max(files, -(-rows // _SHARD_ROWS))
     return sorted({*(rows * number // count // align * align for number in range(count)), rows})
+
+
+def _rows_file(directory: Path, number: int) -> Path:
+    return directory / f"{number:05d}.arrow"
 
 
 def _array_file(directory: Path, number: int, name: str) -> Path:

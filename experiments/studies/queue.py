@@ -159,8 +159,7 @@ def open_executor(options: ExecutorOptions, local: Executor, *, jobs: int | None
     if kind == "local":
         local.retries = options.retries
         return local
-    memory = None if options.memory is None else round(options.memory * 2**30)
-    resources = Resources(options.cpus or 1, options.gpus, memory)
+    resources = Resources.of(options)
     if kind == "ray":
         from flatshift.experiments.studies.executors.ray import RayExecutor
 

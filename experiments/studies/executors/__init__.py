@@ -12,8 +12,9 @@ import socket
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
+from flatshift.experiments.recipe.schema import ExecutorOptions
 from flatshift.experiments.results.cells import RESULT, flatshift_version, read_result, source_digest
 from flatshift.experiments.studies.cell import Cell, backbone_digests, file_digest, run_cell, settings_digests
 from flatshift.experiments.studies.directory import await_orphans
@@ -50,6 +51,12 @@ class Resources:
     cpus: int = 1
     gpus: int | None = None
     memory: int | None = None
+
+    @classmethod
+    def of(cls, options: ExecutorOptions) -> Self:
+        """Return the resources that the flags request."""
+        memory = None if options.memory is None else round(options.memory * 2**30)
+        return cls(options.cpus or 1, options.gpus, memory)
 
     def count_gpus(self, cell: Cell) -> int:
         """Return the number of GPUs of a cell: by default 1 if its recipe demands CUDA. Raises UserError for a recipe

@@ -134,10 +134,8 @@ def train_on_cluster(
     check_settings(RuleSettings.of(recipe))
     if nodes is not None and recipe.mesh.size % nodes:
         raise UserError(f"--nodes {nodes}: they cannot share the {recipe.mesh.size} ranks of the mesh evenly")
-    memory = None if options.memory is None else round(options.memory * 2**30)
-    resources = Resources(options.cpus or 1, options.gpus, memory)
     cell = Cell("", {}, recipe.train.seed, resolved)
-    job = RankJob(tuple(command), out.absolute(), Path.cwd(), cell, resources, nodes)
+    job = RankJob(tuple(command), out.absolute(), Path.cwd(), cell, Resources.of(options), nodes)
     make_directory(job.out.parent)
     if kind == "slurm":
         jobs = SlurmRanks(job, minutes=options.time or 60, partition=place)
@@ -298,13 +296,15 @@ def _await_ray_ranks(
         time.sleep(POLL_S / 4)
         ends, text = {}, b""
         for rank, (process, output) in ranks.items():
-            code = process.poll()
+            if rank in state.ends:
+                continue
+            code, length = process.poll(), os.fstat(output.fileno()).st_size
             # Not `read`: the rank writes at the position of the same open file.
-            content = os.pread(output.fileno(), os.fstat(output.fileno()).st_size, 0)
             if rank == 0:
-                text, printed = content[printed:], len(content)
+                text = os.pread(output.fileno(), length - printed, printed)
+                printed += len(text)
             if code is not None:
-                ends[rank] = RankEnd.of(code, content.decode(errors="replace"))
+                ends[rank] = RankEnd.of(code, os.pread(output.fileno(), length, 0).decode(errors="replace"))
         state = ray.get(board.report.remote(ends, text))
         if state.must_stop and not has_asked:
             has_asked = True
@@ -387,7 +387,7 @@ def _run_on_ray(ray: Any, job: RankJob, retries: int) -> list[RankEnd]:
         reason = str(error).strip().rpartition("\n")[2]
         problem = f"a Ray worker cannot run a rank: {reason}; install the same flatshift on every node"
         raise UserError(problem) from error
-    ends = [state.ends.get(rank, RankEnd(0)) for rank in range(job.size)]
+    ends = [state.ends[rank] if failure is None else state.ends.get(rank, RankEnd(0)) for rank in range(job.size)]
     if failure is not None and not any(end.code for end in ends):
         ends[0] = RankEnd(3, f"lost its worker ({type(failure).__name__})")
     return ends

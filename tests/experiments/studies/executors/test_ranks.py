@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,34 +94,6 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("here") / "run"
     finish(start(out))
     return out
-
-
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    """Address of a cluster of two nodes of one CPU each."""
-    pytest.importorskip("ray")
-    from ray.cluster_utils import Cluster
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("PYTHONPATH", str(ROOT))
-        node: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 << 20, "memory": 4 << 30}
-        cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-        cluster.add_node(**node)
-        yield cluster.address
-        cluster.shutdown()
-
-
-@pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Folder of a stand-in for Slurm whose commands are on the path."""
-    pytest.importorskip("submitit")
-    folder = tmp_path / "slurm"
-    folder.mkdir()
-    for name, value in stand_in_slurm.install(folder).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    return folder
 
 
 def make_job(out: Path, *, nodes: int | None = None) -> RankJob:

@@ -38,21 +38,6 @@ SMALL = [
 ]
 
 
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    """Address of a cluster of two nodes of one CPU each."""
-    from ray.cluster_utils import Cluster
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("PYTHONPATH", str(ROOT))
-        node: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 << 20, "memory": 4 << 30}
-        cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-        cluster.add_node(**node)
-        yield cluster.address
-        cluster.shutdown()
-
-
 @pytest.fixture
 def executor(address: str) -> Iterator[Callable[..., Any]]:
     """Open an executor on the cluster, which is left at the end."""

@@ -39,17 +39,6 @@ SMALL = [
 ]
 
 
-@pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Folder of a stand-in for Slurm whose commands are on the path."""
-    folder = tmp_path / "slurm"
-    folder.mkdir()
-    for name, value in stand_in_slurm.install(folder).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    return folder
-
-
 def words(out: Path, *more: str) -> list[str]:
     return ["sweep", "classify", *SMALL, "--out", str(out), *more]
 
