@@ -38,8 +38,7 @@ EXPERT_SHARDS = ("dp", "cp")
 TIMEOUT = timedelta(days=7)
 """Practically none: one rank may work for long while the others wait, and the watchdog distinguishes a slow step from a
 hung one."""
-# public in torch 2.14, which warns where the old name is called
-_set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+_set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # public in torch 2.14
 
 
 @dataclass(frozen=True)
