@@ -25,17 +25,19 @@ from flatshift.finetune.run_directory import write_provenance
 
 @dataclass(frozen=True)
 class Arm:
-    """One combination of warm-up (a `select.method.kind`, or `cold` for none) and regularizer."""
+    """One combination of warm-up (a `select.method.kind`, `cold` for none, or a name of `settings`) and regularizer."""
 
     warmup: str
     regularizer: Literal["plain", "ggpo"] = "plain"
+    settings: tuple[tuple[str, Any], ...] = ()
+    """Recipe keys and their values, in place of the method that the name stands for."""
 
     def overrides(self) -> list[Branch]:
         """Return the changes of this arm to the common recipe."""
-        regularizer = from_override("regularizer.kind", self.regularizer)
+        changes = self.settings or (("select.method.kind", self.warmup),)
         if self.warmup == "cold":
-            return [regularizer, from_override("warmup", "null"), from_override("select", "null")]
-        return [regularizer, from_override("select.method.kind", self.warmup)]
+            changes = (("warmup", "null"), ("select", "null"))
+        return [from_override(key, value) for key, value in (("regularizer.kind", self.regularizer), *changes)]
 
 
 ARMS = tuple(Arm(w, r) for w in ("cold", "random", "gotd") for r in ("plain", "ggpo"))  # type: ignore[arg-type]
