@@ -171,8 +171,8 @@ def test_what_a_cluster_cannot_do_is_one_sentence(
         (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("flatshift: error: ")]
         return line
 
-    assert "no node of the Ray cluster has 2 CPUs for a rank; the most on a node: 1 CPUs" in refusal("--cpus", "2")
-    assert "no node of the Ray cluster has 1 CPUs and 1 GPUs for a rank" in refusal("--gpus", "1")
+    assert "no node of the Ray cluster has 2 CPUs for a rank; the most on a node: 1 CPU" in refusal("--cpus", "2")
+    assert "no node of the Ray cluster has 1 CPU and 1 GPU for a rank" in refusal("--gpus", "1")
     assert "the mesh has 2 ranks on 1 nodes of 2 each, and the Ray cluster has room for 0 of them" in refusal(
         "--nodes", "1"
     )
