@@ -89,8 +89,8 @@ def guide(document: dict[str, Any]) -> str:
         f"minus tuned {base} LoRA's, mean over the method's tasks, in percentage points, seed-paired. The model is "
         f"All-MiniLM-L6-v2, an encoder of 22.7 M ({'; '.join(sizes)}; right labels). That is about two epochs: nothing "
         "is said here of training to the end or of wrong labels. Use the wider interval: over seeds it holds for these "
-        "tasks, over tasks for the mean of tasks like these. p and the size found are over seeds. The protocol is below; the whole table with every task, "
-        "trial and failed run is in the report, which "
+        "tasks, over tasks for the mean of tasks like these. p and the size found are over seeds. The protocol is "
+        "below; the whole table with every task, trial and failed run is in the report, which "
         "`flatshift report benchmarks/results/flat_comparison --out report.html` draws.",
         "",
         "| " + " | ".join(head) + " |",
@@ -123,7 +123,11 @@ def over_tasks(document: dict[str, Any], name: str) -> str:
 
 
 def _with_interval(sharp: dict[str, Any] | None) -> str:
-    return f"{_shown(sharp['ratio'])} ({_shown(sharp['low'])} to {_shown(sharp['high'])}; {sharp['n']} cells)" if sharp else "–"
+    return (
+        f"{_shown(sharp['ratio'])} ({_shown(sharp['low'])} to {_shown(sharp['high'])}; {sharp['n']} cells)"
+        if sharp
+        else "–"
+    )
 
 
 def advice(document: dict[str, Any]) -> list[str]:
