@@ -173,6 +173,8 @@ def guide(document: dict[str, Any], study: str) -> str:
         "",
         *table(*tables.focus_table(document)),
         "",
+        "By intervals over seeds, so of these targets:",
+        "",
         *(f"- {sentence}" for sentence in document["answers"]),
     ]
     if failed := len(document["failed"]):
