@@ -24,10 +24,9 @@ HEAD = f"""# Benchmarks
 `make bench NAME=x` runs the benchmark x again. `python -m benchmarks.gpu` runs all that need a GPU, in about 25 minutes
 of an H200. It keeps each row as it is measured, so that `--minutes 9`, repeated, does it in parts.
 
-A speed, a memory or a quality is measured by a benchmark; where there is a peer, both paths run interleaved in one
-process tree. Metrics are in `benchmarks/results/`. These pages are generated from those files. A number is the median over
-the runs. A ratio is ours ÷ peer: the median with its smallest and largest value. A bar is the limit that a row must
-keep.
+Speed, memory and quality are measured by benchmarks; where there is a peer, both paths run interleaved in one process
+tree. Metrics are in `benchmarks/results/`, and these pages are generated from them. A number is the median over the
+runs. A ratio is ours ÷ peer: the median with its smallest and largest value. A bar is the limit that a row must keep.
 
 Exactness is tested: `tests/parity/` compares fast paths with a naive reference (dense, single process, float64, finite
 difference, scikit-learn, POT).
