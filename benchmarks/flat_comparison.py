@@ -1,7 +1,7 @@
 """Flat-minimum methods beside tuned plain LoRA on real tasks: the shipped recipe `flat-comparison`, published as it is.
 
     python -m benchmarks.flat_comparison --data DIR                   # about an hour on two cores; resumable
-    python -m benchmarks.flat_comparison --study noise --data DIR     # to the end, with wrong labels: two CPU-hours and a half
+    python -m benchmarks.flat_comparison --study noise --data DIR     # to the end, with wrong labels: 2.5 CPU-hours
 
 DIR is the directory of the recipe's files. Cells lie in .bench/flat_STUDY and are packed at the end into
 benchmarks/results/flat_STUDY/cells.parquet, from where a later run goes on. One row a method: the primary
