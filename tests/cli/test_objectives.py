@@ -88,7 +88,10 @@ def test_a_warm_up_on_own_texts(share: float, block: dict, tmp_path: Path, capsy
     ("words", "sentence"),
     [
         (["--warmup.own", "1"], "leave the `select` block out (--select null)"),
-        (["--warmup.own", "1", "--select", "null", "--select.budget", "30"], "but for select.target and select.columns"),
+        (
+            ["--warmup.own", "1", "--select", "null", "--select.budget", "30"],
+            "but for select.target and select.columns",
+        ),
         (["--select", "null"], "own texts alone with warmup.own: 1"),
         (["--warmup.own", "1.5"], "own"),
     ],

@@ -124,6 +124,7 @@ def _analyse_task(plan: ComparisonPlan, outcome: ComparisonResults, task: str) -
             "f1_macro": _mean_or_none([m.get("f1_macro") for m in metrics]),
             "loss": _mean_or_none([m.get("loss") for m in metrics]),
             "sharpness": _mean_or_none([result.get("sharpness") for result in finals]),
+            "train_error": _mean_or_none([result.get("train_error") for result in finals]),
             "step_cpu_s": _mean_or_none([result.get("step_cpu_s") for result in finals]),
             "equal_time": equal_time,
         }

@@ -127,7 +127,7 @@ def test_a_worker_and_the_command_are_killed_and_the_run_has_the_bits_of_one_hos
         assert time.monotonic() < deadline, "ranks outlive their command"
         time.sleep(0.05)
     assert not (out / "eval.json").exists(), "the run ended before its command was killed"
-    finish(start(out, *on))
+    assert f"{out} holds a run, which continues from its last checkpoint" in finish(start(out, *on))
     assert (out / "log.txt").read_text(encoding="utf-8").count("continues after step") == 2
     check_equal(out, here)
     assert "--on" not in (out / "command.txt").read_text(encoding="utf-8")
