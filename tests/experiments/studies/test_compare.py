@@ -265,7 +265,7 @@ def test_committed_cells_are_those_that_the_shipped_comparison_asks_for(tmp_path
     table = folder("comparison") / CELLS
     with packed(tmp_path, table):
         found = {name: read_result(tmp_path / "cells" / name) for name in read_cells(table)}
-    assert len(found) == 1180 and found == read_cells(table)
+    assert len(found) == 1195 and found == read_cells(table)
     study = load_recipe("flat-comparison").recipe.comparison
     assert study is not None
     assert {result["point"]["method"] for result in found.values() if result} <= study.methods.keys()
