@@ -80,15 +80,20 @@ test: lint
 	$(BIN)/python scripts/check_wheel.py
 
 # A release but for its upload: a tag vX.Y.Z of the version publishes it (.github/workflows/release.yml).
-release: $(VENV)/test sbom
+release: $(VENV)/test $(VENV)/tools sbom
 	$(BIN)/python scripts/check_wheel.py --release --demo
+	$(VENV)/tools/bin/twine check --strict dist/*
 
 # What is installed, in CycloneDX's form, by its own tool.
-sbom: $(VENV)/core
-	$(BIN)/python -m venv $(VENV)/sbom
-	$(PIP) --python $(VENV)/sbom/bin/python install "cyclonedx-bom>=7,<8"
-	$(VENV)/sbom/bin/cyclonedx-py environment --pyproject pyproject.toml -o flatshift-sbom.json $(BIN)/python
+sbom: $(VENV)/core $(VENV)/tools
+	$(VENV)/tools/bin/cyclonedx-py environment --pyproject pyproject.toml -o flatshift-sbom.json $(BIN)/python
 	@echo flatshift-sbom.json
+
+# Tools of a release in an environment of their own: what they need is not listed as ours.
+$(VENV)/tools: $(VENV)/core $(VENV)/indexes
+	$(BIN)/python -m venv $@
+	$(PIP) --python $@/bin/python install "cyclonedx-bom>=7,<8" "twine>=6.1,<7"
+	@touch $@
 
 # The documentation as a site that opens from the disk, with its search.
 docs: $(VENV)/core $(VENV)/indexes

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import os
 import re
 import shutil
 import subprocess
@@ -58,10 +59,13 @@ def main() -> None:
 
 
 def build_wheel(folder: Path) -> Path:
-    """Build the sdist and the wheel out of it, as a release is built."""
+    """Build the sdist and the wheel out of it, as a release is built: with an address for its links."""
+    environment = {"PROJECT_URL": "https://example.org/flatshift"} | os.environ
+    command = [sys.executable, "-m", "build", "--outdir", str(folder), str(ROOT)]
     # stdout=-3 is subprocess.DEVNULL.
-    subprocess.run([sys.executable, "-m", "build", "--outdir", str(folder), str(ROOT)], check=True, stdout=-3)
+    subprocess.run(command, check=True, stdout=-3, env=environment)
     (wheel,) = folder.glob("*.whl")
+    check_links(wheel, environment["PROJECT_URL"])
     return wheel
 
 
@@ -77,7 +81,23 @@ def build_release(folder: Path) -> Path:
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
         print(f"{file.relative_to(ROOT)}  {file.stat().st_size / 2**20:.1f} MiB  sha256 {digest}")
     (wheel,) = dist.glob("*.whl")
+    if address := os.environ.get("PROJECT_URL"):
+        check_links(wheel, address)
+    else:
+        print("PROJECT_URL is not set: these files have no links to the project, and are not for an upload")
     return wheel
+
+
+def check_links(wheel: Path, address: str) -> None:
+    """Check that the page of a package index has links to the project, and none to files that are not there."""
+    (name,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".dist-info/METADATA"))
+    metadata = zipfile.ZipFile(wheel).read(name).decode("utf-8")
+    relative = re.findall(r"\]\((?!https?://|#)[^)]*\)", metadata)
+    if relative:
+        raise SystemExit(f"the package's page would have links to no address: {relative}")
+    for line in (f"Project-URL: Source, {address}", f"]({address}/raw/v"):
+        if line not in metadata:
+            raise SystemExit(f"the package's page lacks {line}")
 
 
 def check_contents(wheel: Path) -> None:

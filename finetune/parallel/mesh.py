@@ -38,6 +38,8 @@ EXPERT_SHARDS = ("dp", "cp")
 TIMEOUT = timedelta(days=7)
 """Practically none: one rank may work for long while the others wait, and the watchdog distinguishes a slow step from a
 hung one."""
+# public in torch 2.14, which warns where the old name is called
+_set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class ProcessMesh:
         shape = {axis: width for axis, width in widths.items() if width > 1}
         devices = init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
         for group in devices.get_all_groups():  # torch gives them 10 or 30 minutes
-            dist.distributed_c10d._set_pg_timeout(TIMEOUT, group)
+            _set_timeout(TIMEOUT, group)
         return cls(device, devices, dist.get_rank(), size)
 
     def width(self, *axes: str) -> int:
@@ -104,7 +106,7 @@ class ProcessMesh:
             mesh = self.submesh(*axes)
             if len(axes) > 1:
                 mesh = mesh._flatten("_".join(axes))
-                dist.distributed_c10d._set_pg_timeout(TIMEOUT, mesh.get_group())
+                _set_timeout(TIMEOUT, mesh.get_group())
             self._groups[axes] = mesh
         return self._groups[axes]
 
