@@ -152,13 +152,15 @@ class Data:
     columns: Columns = field(default_factory=Columns)
     """Column names."""
     holdout: float = 0.0
-    """Share of the training rows set apart as test rows, and as many again as dev rows, where those name no files;
-    one row each at least. Copies of one text (after NFKC, blanks folded) go to one side, and classes keep their
+    """Share of the training rows set apart as test rows, and as many again as dev rows, where those name no files
+    (`holdout_splits: [dev]`: as dev rows only); one row each at least. Copies of one text (after NFKC, blanks folded) go to one side, and classes keep their
     shares. Of documents too few for that, the end of each is set apart. The draw does not depend on `train.seed`, so
     every seed is evaluated on the same rows. In a selection that names no training rows: of the target's files, so that
     its target is what a run on the same files trains on. It is 0.1 where training rows of your own take the place of
     a shipped recipe's sample, whose dev and test sets then do not apply, unless dev, test or this is named; so it is
     for a target of your own."""
+    holdout_splits: tuple[Literal["dev", "test"], ...] = ("dev", "test")
+    """Splits that `holdout` sets rows apart for, unless they name files."""
     label_noise: float = 0.0
     """Share of training examples given a wrong label, drawn by seed and written to `label_noise.json`; larger shares
     contain smaller ones. The draw is over all training examples before any limit: an example that is wrong under one
@@ -180,3 +182,11 @@ class Data:
                 f"holdout {self.holdout:g} would set nothing apart: dev and test name files; set it to 0, or clear "
                 f"one of them: --data.test.files '[]'"
             )
+        if self.holdout and not self.splits_to_fill:
+            raise ValueError("holdout_splits names no split without files; name dev or test, or set holdout to 0")
+
+    @property
+    def splits_to_fill(self) -> tuple[Literal["dev", "test"], ...]:
+        """Splits that `holdout` sets rows apart for: those of `holdout_splits` without files; none if it is 0."""
+        files = {"dev": self.dev.files, "test": self.test.files}
+        return tuple(split for split in files if split in self.holdout_splits and self.holdout and not files[split])
