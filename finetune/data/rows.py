@@ -57,6 +57,8 @@ PAIRS = {
 }
 """Columns of other formats that stand for `prompt` and `completion`; `input` or `context` is appended to an
 instruction."""
+LABELLED = "turns with a label"
+"""Form of single answers that are the last turn of a conversation."""
 SHARED = "what both answers begin with"
 """Form of pairs without a prompt column."""
 
@@ -66,6 +68,7 @@ def form_columns(form: str, *, turns: bool) -> tuple[str, ...]:
     if turns:
         return FORMS.get(form, ())
     beside = ("input", "context") if form.startswith("instruction") else ()
+    beside = ("messages", "conversations") if form == LABELLED else beside
     return (*PROMPTS.get(form, ()), *PAIRS.get(form, ()), *beside)
 
 
@@ -85,8 +88,8 @@ class Row:
     """0-based position among all records of all files, including bad ones: the row in the user's own feature arrays."""
     nulls: int = 0
     form: str = ""
-    """Source of `messages` or `prompt` if the record has no such column: a key of `FORMS`, `PROMPTS` or `PAIRS`, or
-    `SHARED`."""
+    """Source of `messages` or `prompt` if the record has no such column: a key of `FORMS`, `PROMPTS` or `PAIRS`,
+    `LABELLED` or `SHARED`."""
 
 
 def canonical_label(value: Any) -> str:
@@ -281,7 +284,7 @@ class _ColumnMapper:
             self.form, self._first_row = form, False
         elif form != self.form:
             raise ValueError(
-                f"a row with {columns[form]!r}, and those before have {columns[self.form]!r}; give files of one form"
+                f"a row with {columns[form]!r}, and those before have {columns.get(self.form, 'prompt')!r}; give files of one form"
             )
 
     def _convert_prompt(self, values: dict[str, Any]) -> dict[str, Any]:
@@ -312,6 +315,11 @@ class _ColumnMapper:
     def _convert_completion(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return `prompt`, and `completion` if there is one, of a record that has other columns for them."""
         answered = "completion" in self.required
+        turns = values.get("messages") or values.get("conversations")
+        has_label = isinstance(values.get("label"), bool) and not {"prompt", "completion"} & values.keys()
+        if has_label and isinstance(turns, list) and turns and _is_answer(turns[-1]):
+            self._check_form(LABELLED, {LABELLED: "messages"})
+            return {"prompt": turns[:-1], "completion": turns[-1]}
         forms = [
             form
             for form, (question, answer) in PAIRS.items()
