@@ -241,7 +241,7 @@ class _ColumnMapper:
             else:
                 values[name] = value
         if "prompt" in self.required:
-            values |= self._convert_prompt(values)
+            values |= self._convert_labelled(record.values, values) or self._convert_prompt(values)
         for name in self.required:
             if values.get(name) is None:
                 raise ValueError(self._describe_missing(name, self.names.get(name, name), record.values))
@@ -312,14 +312,20 @@ class _ColumnMapper:
             return {"prompt": question}
         return {"prompt": [{"role": "system", "content": system[0]}, {"role": "user", "content": question}]}
 
+    def _convert_labelled(self, record: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+        """Return `prompt` and `completion` of a conversation with a label, whose last turn is the answer; else
+        nothing."""
+        turns = values.get("messages") or values.get("conversations")
+        if record.get(self.names["label"]) is None or {"completion", "chosen"} & {*self.required, *values}:
+            return {}
+        if "prompt" in values or not isinstance(turns, list) or not turns or not _is_answer(turns[-1]):
+            return {}
+        self._check_form(LABELLED, {LABELLED: "messages"})
+        return {"prompt": turns[:-1], "completion": turns[-1]}
+
     def _convert_completion(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return `prompt`, and `completion` if there is one, of a record that has other columns for them."""
         answered = "completion" in self.required
-        turns = values.get("messages") or values.get("conversations")
-        has_label = isinstance(values.get("label"), bool) and not {"prompt", "completion"} & values.keys()
-        if has_label and isinstance(turns, list) and turns and _is_answer(turns[-1]):
-            self._check_form(LABELLED, {LABELLED: "messages"})
-            return {"prompt": turns[:-1], "completion": turns[-1]}
         forms = [
             form
             for form, (question, answer) in PAIRS.items()
