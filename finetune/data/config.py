@@ -16,7 +16,8 @@ class Files:
     files: tuple[str, ...] = ()
     """Paths, globs (sorted), `sample:NAME` for a file shipped with Flatshift, or `hub:NAME[CONFIG]@REVISION:SPLIT`."""
     limit: int | None = None
-    """Use this many examples: the first of a shuffle keyed by `train.seed`, so larger limits contain smaller ones."""
+    """Use this many examples, and refuse fewer: the first of a shuffle keyed by `train.seed`, so larger limits contain
+    smaller ones."""
 
     def __post_init__(self) -> None:
         check_bounds(self, limit=(1, None))
@@ -52,7 +53,7 @@ class Source:
     """Share of the training examples (`weigh: tokens`: of their tokens), relative to the weights of the other sources;
     0: not read."""
     first: int | None = None
-    """Read at most this many rows; null: all."""
+    """Read this many rows from the beginning, and refuse fewer; null: all."""
     limit: int | None = None
     """Use this many of the rows, as `data.train.limit`."""
     when_over: Literal["repeat", "refuse"] = "repeat"
@@ -69,7 +70,7 @@ class TrainFiles(Files):
     """Training examples: from `files`, or from several sources mixed by weight."""
 
     first: int | None = None
-    """Read at most this many rows (of a hub stream: fetch no more); null: all."""
+    """Read this many rows from the beginning, and refuse fewer (of a hub stream: fetch no more); null: all."""
     sources: dict[str, Source] | None = None
     """Name → source, instead of `files`: examples are interleaved in proportion to the weights, to within one example
     in every prefix of the run."""
