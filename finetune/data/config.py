@@ -154,12 +154,12 @@ class Data:
     """Column names."""
     holdout: float = 0.0
     """Share of the training rows set apart as test rows, and as many again as dev rows, where those name no files
-    (`holdout_splits: [dev]`: as dev rows only); one row each at least. Copies of one text (after NFKC, blanks folded) go to one side, and classes keep their
-    shares. Of documents too few for that, the end of each is set apart. The draw does not depend on `train.seed`, so
-    every seed is evaluated on the same rows. In a selection that names no training rows: of the target's files, so that
-    its target is what a run on the same files trains on. It is 0.1 where training rows of your own take the place of
-    a shipped recipe's sample, whose dev and test sets then do not apply, unless dev, test or this is named; so it is
-    for a target of your own."""
+    (`holdout_splits: [dev]`: as dev rows only); one row each at least. Copies of one text (after NFKC, blanks folded)
+    go to one side, and classes keep their shares. Of documents too few for that, the end of each is set apart. The draw
+    does not depend on `train.seed`, so every seed is evaluated on the same rows. In a selection that names no training
+    rows: of the target's files, so that its target is what a run on the same files trains on. It is 0.1 where training
+    rows of your own take the place of a shipped recipe's sample, whose dev and test sets then do not apply, unless dev,
+    test or this is named; so it is for a target of your own."""
     holdout_splits: tuple[Literal["dev", "test"], ...] = ("dev", "test")
     """Splits that `holdout` sets rows apart for, unless they name files."""
     label_noise: float = 0.0

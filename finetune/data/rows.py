@@ -283,9 +283,8 @@ class _ColumnMapper:
         if self._first_row:
             self.form, self._first_row = form, False
         elif form != self.form:
-            raise ValueError(
-                f"a row with {columns[form]!r}, and those before have {columns.get(self.form, 'prompt')!r}; give files of one form"
-            )
+            before = columns.get(self.form, "prompt")
+            raise ValueError(f"a row with {columns[form]!r}, and those before have {before!r}; give files of one form")
 
     def _convert_prompt(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return `prompt`, `chosen` and `rejected` of a record of pairs in a form of `PROMPTS`, or `prompt` and

@@ -58,7 +58,7 @@ EXPECTED = """\
 extends: instruction
 backbone: flatshift-5m
 task: {pack: true}
-data: {holdout: 0.1, train: {files: [rows.jsonl]}}
+data: {holdout: 0.1, holdout_splits: [dev], train: {files: [rows.jsonl]}}
 adapter: {rank: 16, alpha: 32, dropout: 0.05, targets: all-linear}
 optimizer: {kind: adamw, lr: 2e-4, schedule: cosine, warmup: 0.1, weight_decay: 0.01, clip: null, betas: [0.9, 0.95]}
 train: {epochs: 2, batch_size: 2, accumulate: 4, max_length: 1024, checkpointing: full, eval_every: 0.125, seed: 42}
@@ -114,7 +114,7 @@ EXPECTED_FACTORY = """\
 extends: chat
 backbone: flatshift-5m
 task: {pack: false}
-data: {holdout: 0.1, train: {files: [DATA/rows.jsonl], first: 16}}
+data: {holdout: 0.1, holdout_splits: [dev], train: {files: [DATA/rows.jsonl], first: 16}}
 adapter: {rank: 8, targets: [q_proj, v_proj], dropout: 0.0}
 optimizer: {lr: 1e-4, schedule: cosine, warmup: 0.25}
 train: {steps: 8, batch_size: 1, accumulate: 8, max_length: 256, checkpointing: full, eval_every: 5, save_every: 500,
@@ -205,7 +205,7 @@ def test_all_keys_known_is_exit_code_0(home: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("lr: 1\n", "some.yaml is neither of axolotl (no base_model) nor of LLaMA-Factory (no model_name_or_path)"),
+        ("lr: 1\n", "some.yaml is of no known tool: axolotl's have base_model, LLaMA-Factory's model_name_or_path, torchtune's"),
         ("base_model: flatshift-5m\nrl: grpo\n", "some.yaml:2: rl grpo has no recipe; sft, pt, dpo, ipo, kto"),
         ("base_model: flatshift-5m\nlora_r: many\n", "some.yaml:2: adapter.rank must be a whole number, got 'many'"),
         ("base_model: flatshift-5m\nlearning_rate: -1\n", "some.yaml:2: optimizer.lr must be ≥ 0"),
@@ -357,7 +357,8 @@ def test_a_recipe_of_pairs_translates_and_trains(text: str, home: Path) -> None:
     assert recipe.adapter.alpha == 4 and recipe.data.holdout == 0.1
     quick = [*QUICK, "--train.epochs", "null", "--optimizer.kind", "adamw", "--train.checkpointing", "none"]
     assert run(["train", "mine.yaml", *quick, "--out", "run"]) == 0
-    assert 0 <= json.loads((home / "run/eval.json").read_text())["test"]["preference_accuracy"]["value"] <= 1
+    evaluated = json.loads((home / "run/eval.json").read_text())
+    assert evaluated.keys() == {"dev"} and 0 <= evaluated["dev"]["preference_accuracy"]["value"] <= 1
 
 
 def test_rows_of_kto_without_a_prompt_are_reported(tmp_path: Path) -> None:
