@@ -185,8 +185,8 @@ def _warmup_steps(translation: _Translation, key: str, tree: Tree) -> None:
     warmup = to_python(tree)
     if isinstance(warmup, int | float) and 0 <= warmup < 1:  # a fraction already
         translation.set({"optimizer.warmup": float(warmup)}, tree.location)
-    elif isinstance(warmup, int) and translation.steps is not None:
-        translation.set({"optimizer.warmup": warmup / translation.steps}, tree.location)
+    elif isinstance(warmup, int) and warmup <= (translation.steps or 0):
+        translation.set({"optimizer.warmup": warmup / (translation.steps or 1)}, tree.location)
     else:
         translation.reject(key, tree)
 
@@ -271,31 +271,6 @@ def _objective(translation: _Translation, key: str, tree: Tree) -> None:
         raise UserError(f"{tree.location}: {key} {name} has no recipe; sft, pt, {', '.join(_OBJECTIVES)} have one")
 
 
-def _datasets(translation: _Translation, key: str, tree: Tree) -> None:
-    """Set the rows of axolotl's `datasets` or `test_datasets`, and the recipe to extend by their types."""
-    sets, bases, table = list[_RowSet](), list[str](), _read_table()
-    is_paired, types = translation.value("rl") is not None, table["types"]
-    read = table["read"] | ({"type": [*types, "chat_template.default"]} if is_paired else {"field_messages": []})
-    for item in getattr(tree, "items", ()):
-        known = item.children if isinstance(item, Branch) else {}
-        values, columns = {name: to_python(child) for name, child in known.items()}, dict[str, str]()
-        for name, child in known.items():
-            if name in read and set(_flatten(values[name])) <= set(read[name]):
-                continue
-            if name == "type" and str(values[name]) in types:
-                bases.append(types[values[name]])
-            elif name == "field_messages" and is_paired:
-                translation.reject(f"{key}.{name}", child, "rename the column to prompt")
-            elif name in ("field_messages", "field"):
-                columns["messages" if name == "field_messages" else "text"] = values[name]
-            elif name not in ("path", "data_files", "name", "split", "ds_type") and values[name] is not None:
-                translation.reject(f"{key}.{name}", child)
-        sets.append(_RowSet(Path(str(values.get("path"))).stem, _dataset_names(values), values.get("type"), columns))
-    if bases:  # conversations and instructions are both read by chat
-        translation.set({"extends": bases[0] if len(set(bases)) == 1 else "chat"}, tree.location)
-    _set_rows(translation, key, tree, sets)
-
-
 def _set_rows(translation: _Translation, key: str, tree: Tree, sets: Sequence[_RowSet]) -> None:
     """Set training rows (`dataset`, `datasets`) or dev rows: files of one form together, else sources, weighted by
     their numbers of rows."""
@@ -353,11 +328,6 @@ def _dataset_names(values: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _rows(translation: _Translation, key: str, tree: Tree) -> None:
-    """Set the rows of LLaMA-Factory's names or of torchtune's components."""
-    (_named_datasets if isinstance(tree, Leaf) else _components)(translation, key, tree)
-
-
 def _find_index(translation: _Translation) -> Path:
     """Return the path of LLaMA-Factory's dataset_info.json."""
     folder = Path(translation.value("dataset_dir") or "data")
@@ -365,7 +335,10 @@ def _find_index(translation: _Translation) -> Path:
 
 
 def _named_datasets(translation: _Translation, key: str, tree: Tree) -> None:
-    """Set the rows of LLaMA-Factory's `dataset` or `eval_dataset`: names in dataset_info.json."""
+    """Set the rows of LLaMA-Factory's `dataset` or `eval_dataset`: names in dataset_info.json, or torchtune's."""
+    if not isinstance(tree, Leaf):
+        _listed_datasets(translation, key, tree)
+        return
     index = _find_index(translation)
     if not index.is_file():
         translation.reject(key, tree, f"there is no {index}; name the files with --data")
@@ -480,44 +453,49 @@ def _lora_modules(translation: _Translation, key: str, tree: Tree) -> None:
         translation.set({"adapter.targets": names}, tree.location)
 
 
-def _components(translation: _Translation, key: str, tree: Tree) -> None:
-    """Set the rows of torchtune's `dataset` or `dataset_val`, one component or several, and the recipe to extend."""
-    table, sets, share = _read_table()["components"], list[_RowSet](), _held_out_share(translation)
+def _listed_datasets(translation: _Translation, key: str, tree: Tree) -> None:
+    """Set the rows of axolotl's `datasets` or torchtune's `dataset`, one or several, and the recipe to extend."""
+    share, is_paired = _held_out_share(translation), translation.value("rl") is not None
     if share is not None and key == "dataset_val":
         translation.set({"data.holdout": share, "data.holdout_splits": ["dev"]}, tree.location)
         return
+    table = _read_table()["listed"]["axolotl" if key.endswith("datasets") else "torchtune"]
+    columns = {name: own for name, own in table["columns"].items() if not (is_paired and own == "messages")}
+    sets, bases = list[_RowSet](), list[str]()
     for item in tree.items if isinstance(tree, Items) else (tree,):
         known = item.children if isinstance(item, Branch) else {}
         values = {name: to_python(child) for name, child in known.items()}
-        component = str(values.pop("_component_", "")).rpartition(".")[2]
-        own = table["datasets"].get(component)
-        if own is None:
-            translation.reject(f"{key}._component_", known.get("_component_", item))
-            continue
-        translation.set({"extends": own["extends"]}, item.location)
-        translation.notes += [f"{component}: {own['note']}"] if "note" in own else []
-        columns = dict[str, str]()
+        kind = str(values.pop(table["kind"], None)).removeprefix("torchtune.datasets.")
+        own = table["kinds"].get(kind, {})
+        if not own or "problem" in own:
+            translation.reject(f"{key}.{table['kind']}", known.get(table["kind"], item), own.get("problem"))
+        bases += [own["extends"]] if own else []
+        translation.notes += [f"{kind}: {own['note']}"] if "note" in own else []
+        named = dict(own.get("columns", {}))
         for name, value in values.items():
-            if name in table["columns"]:
-                columns[table["columns"][name]] = value
+            read = table["read"].get(name, [])
+            if name in columns:
+                named[columns[name]] = value
             elif name in table["same"]:
                 translation.set({table["same"][name]: value}, known[name].location)
-            elif name == "column_map" and [*value.values()] in _read_table()["columns"]["pairs"]:
-                continue
-            elif name not in table["rows"] and value not in (None, *table["read"].get(name, ())):
+            elif (
+                name not in table["rows"]
+                and _flatten(value) not in read
+                and not all(one in (None, *read) for one in _flatten(value))
+            ):
                 translation.reject(f"{key}.{name}", known[name], table["hints"].get(name))
-        if "problem" in own:
-            translation.reject(f"{key}._component_", known["_component_"], own["problem"])
-        source, (split, bracket, _) = (
-            values.get("source", own.get("source")),
-            str(values.get("split", "train")).partition("["),
-        )
+        split, bracket, _ = str(values.get("split") or "train").partition("[")
         if bracket and share is None:
             translation.reject(f"{key}.split", known["split"], "a hub data set is read whole; data.train.first caps it")
-        files = values.get("data_files") if source in table["formats"] else None
-        name = values.get("subset") or values.get("name")
-        files = _dataset_names({"data_files": files, "path": source, "name": name, "split": split})
-        sets.append(_RowSet(Path(files[0]).stem, files, component, own.get("columns", {}) | columns))
+        path = values.get("path", values.get("source", own.get("source")))
+        if path is not None:
+            name = values.get("name", values.get("subset"))
+            files = _dataset_names({"data_files": values.get("data_files"), "path": path, "name": name, "split": split})
+            sets.append(_RowSet(Path(files[0]).stem, files, kind, named))
+    if (
+        bases and not is_paired and key in ("dataset", "datasets")
+    ):  # conversations and instructions are both read by chat
+        translation.set({"extends": bases[0] if len(set(bases)) == 1 else "chat"}, tree.location)
     if sets:
         _set_rows(translation, key, tree, sets)
 
@@ -541,8 +519,8 @@ _SPECIAL: dict[str, Callable[[_Translation, str, Tree], None]] = {
     **dict.fromkeys(("adam_beta1", "adam_beta2"), _betas),
     **dict.fromkeys(("lora_target_modules", "lora_target", "additional_target"), _modules),
     **dict.fromkeys(("rl", "stage"), _objective),
-    **dict.fromkeys(("datasets", "test_datasets"), _datasets),
-    **dict.fromkeys(("dataset", "eval_dataset", "dataset_val"), _rows),
+    **dict.fromkeys(("datasets", "test_datasets", "dataset_val"), _listed_datasets),
+    **dict.fromkeys(("dataset", "eval_dataset"), _named_datasets),
     "max_samples": _samples,
     **dict.fromkeys(("max_steps", "max_steps_per_epoch"), _steps),
     **dict.fromkeys(("warmup_steps", "lr_scheduler.num_warmup_steps"), _warmup_steps),
