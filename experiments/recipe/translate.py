@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,8 +26,12 @@ _FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".md"
 _OBJECTIVES = ("dpo", "ipo", "kto", "simpo", "orpo")
 _BATCH = "train.batch_size is that of all devices together: multiply it by their number"
 _FEWER = "max_samples: data.train.first is refused above the number of rows; leave it out then"
-_ORDER = {"num_epochs": 0, "num_train_epochs": 0, "epochs": 0, "eval_dataset": 2, "test_datasets": 2, "dataset_val": 2}
-"""Keys that are translated first, as intervals of evaluation are fractions of epochs, and last, after training rows."""
+_ORDER = {
+    **dict.fromkeys(("num_epochs", "num_train_epochs", "epochs"), 1),
+    **dict.fromkeys(("warmup_steps", "lr_scheduler.num_warmup_steps", "evals_per_epoch", "eval_strategy"), 2),
+    **dict.fromkeys(("eval_dataset", "test_datasets", "dataset_val"), 2),
+}
+"""Rank of keys that are translated after those of training rows and batches, and of epochs."""
 
 
 @functools.cache
@@ -80,12 +85,29 @@ class _Translation:
         return None if tree is None else to_python(tree) or None
 
     @property
-    def steps(self) -> int | None:
+    def max_steps(self) -> int | None:
         """Number of steps that takes the place of epochs; None: epochs count."""
         steps, of_each = self.value("max_steps"), self.value("max_steps_per_epoch")
         if isinstance(of_each, int):
             steps = of_each * (self.value("epochs") or 1)
         return steps if isinstance(steps, int) and steps > 0 else None
+
+    def count_steps(self) -> int | None:
+        """Return the number of steps: that of the file, else of its epochs of rows that can be counted; else None."""
+        settings = to_python(self.settings)
+        data, train = settings["data"], settings["train"]
+        sizes = [_count_used(each) for each in data["train"].get("sources", {"": data["train"]}).values()]
+        if self.max_steps is not None or None in sizes or settings.get("task", {}).get("pack"):
+            return self.max_steps
+        rows = sum(size for size in sizes if size is not None)
+        rows -= round(rows * data["holdout"]) if not data["dev"]["files"] else 0
+        return math.ceil(train["epochs"] * rows / (train["batch_size"] * train["accumulate"])) or None
+
+
+def _count_used(rows: Mapping[str, Any]) -> int | None:
+    """Return the number of training rows that `files`, `first` and `limit` have; None: not known here."""
+    cap: int | None = rows.get("limit") or rows.get("first")
+    return cap or _count_rows(rows["files"])
 
 
 @dataclass(frozen=True)
@@ -103,7 +125,7 @@ class _RowSet:
     @property
     def size(self) -> float | None:
         """Weight of the source: the given one, else its number of rows; None: not known here."""
-        return self.weight or self.limit or self.first or _count_rows(self.files)
+        return self.weight or _count_used(vars(self))
 
 
 def translate_recipe(file: Path) -> Translated:
@@ -130,12 +152,13 @@ def translate_recipe(file: Path) -> Translated:
     table = _read_table()
     same = table["same"] | table[tool]["same"]
     translation.set(table["defaults"] | table[tool]["defaults"], f"{file}: {tool}'s default")
-    for key, child in sorted(tree.children.items(), key=lambda item: _ORDER.get(item[0], 1)):
+    for key, child in sorted(tree.children.items(), key=lambda item: _ORDER.get(item[0], 0)):
         if not (isinstance(child, Leaf) and child.value in (None, "")):
             _translate_key(translation, key, child, same)
     if tool == "axolotl" and translation.value("adapter") is None:
         translation.unknown.append(f"{file}:1: adapter is not set ({table['hints']['adapter']})")
     _settle_packing(translation)
+    _settle_length(translation)
     settings = translation.settings
     base = to_python(settings)["extends"]
     resolve_tree(apply_overrides(recipe_tree(base), [settings]), (), name=file.stem)
@@ -168,7 +191,7 @@ def _translate_key(translation: _Translation, key: str, tree: Tree, same: Mappin
 
 
 def _epochs(translation: _Translation, key: str, tree: Tree) -> None:
-    if translation.steps is None:
+    if translation.max_steps is None:
         translation.set({"train.epochs": to_python(tree)}, tree.location)
     else:
         translation.notes.append(f"{key}: max_steps takes its place")
@@ -177,16 +200,17 @@ def _epochs(translation: _Translation, key: str, tree: Tree) -> None:
 def _steps(translation: _Translation, key: str, tree: Tree) -> None:
     if not isinstance(to_python(tree), int):
         translation.reject(key, tree)
-    elif translation.steps is not None:  # -1: not set
-        translation.set({"train.epochs": None, "train.steps": translation.steps}, tree.location)
+    elif translation.max_steps is not None:  # -1: not set
+        translation.set({"train.epochs": None, "train.steps": translation.max_steps}, tree.location)
 
 
 def _warmup_steps(translation: _Translation, key: str, tree: Tree) -> None:
-    warmup = to_python(tree)
+    warmup, steps = to_python(tree), translation.count_steps()
     if isinstance(warmup, int | float) and 0 <= warmup < 1:  # a fraction already
         translation.set({"optimizer.warmup": float(warmup)}, tree.location)
-    elif isinstance(warmup, int) and warmup <= (translation.steps or 0):
-        translation.set({"optimizer.warmup": warmup / (translation.steps or 1)}, tree.location)
+    elif isinstance(warmup, int) and steps is not None and warmup <= steps:
+        translation.set({"optimizer.warmup": round(warmup / steps, 4)}, tree.location)
+        translation.notes.append(f"{key}: {warmup} of {steps} steps")
     else:
         translation.reject(key, tree)
 
@@ -208,6 +232,20 @@ def _settle_packing(translation: _Translation) -> None:
         translation.set({"task.pack": True}, "LLaMA-Factory's default of stage: pt")
 
 
+def _settle_length(translation: _Translation) -> None:
+    """Replace epochs by steps where rows are mixed: sources end their epochs at different times."""
+    settings = to_python(translation.settings)
+    epochs = settings["train"]["epochs"]
+    if "sources" not in settings["data"]["train"] or epochs is None:
+        return
+    steps, location = translation.count_steps(), f"{translation.file}:1"
+    if steps is None:
+        translation.unknown.append(f"{location}: {epochs} epochs (sources of rows end none: set train.steps)")
+    else:
+        translation.notes.append(f"train.steps are {epochs} epochs of all rows")
+    translation.set({"train.epochs": None, **({} if steps is None else {"train.steps": steps})}, location)
+
+
 def _holdout(translation: _Translation, key: str, tree: Tree) -> None:
     share = to_python(tree)
     if isinstance(share, int | float) and share < 1:
@@ -225,7 +263,7 @@ def _evaluations(translation: _Translation, key: str, tree: Tree) -> None:
     else:
         epochs = to_python(translation.settings)["train"]["epochs"]
         times = 1 if count == "epoch" else count
-        is_counted = isinstance(times, int | float) and translation.steps is None
+        is_counted = isinstance(times, int | float) and translation.max_steps is None
         settings = {"train.eval_every": 1 / (times * epochs) if times * epochs > 1 else 0} if is_counted else None
     if settings is None:
         translation.reject(key, tree)

@@ -431,7 +431,8 @@ def test_data_sets_of_two_forms_become_sources_and_train(mixed: Path) -> None:
     assert [(source.weight, source.first) for source in train.sources.values()] == [(20, None), (30, None)]
     assert train.sources["chats"].columns is not None and train.sources["mine"].columns is None
     assert (train.sources["chats"].columns.messages, train.sources["chats"].columns.system) == ("talk", "intro")
-    assert run(["train", "mine.yaml", *QUICK, "--train.epochs", "null", "--train.steps", "5", "--out", "run"]) == 0
+    assert load_recipe("mine.yaml").recipe.train.steps == 45  # 2 epochs of 50 rows without 5, two at a time
+    assert run(["train", "mine.yaml", *QUICK, "--train.steps", "5", "--out", "run"]) == 0
     assert json.loads((mixed / "run/eval.json").read_text()).keys() == {"dev"}
     sources = json.loads((mixed / "run/manifest.json").read_text())["sources"]
     assert {each["name"]: round(each["share"], 2) for each in sources} == {"mine": 0.4, "chats": 0.6}
