@@ -97,7 +97,8 @@ class _Translation:
         settings = to_python(self.settings)
         data, train = settings["data"], settings["train"]
         sizes = [_count_used(each) for each in data["train"].get("sources", {"": data["train"]}).values()]
-        if self.max_steps is not None or None in sizes or settings.get("task", {}).get("pack"):
+        is_counted = all(isinstance(train[name], int | float) for name in ("epochs", "batch_size", "accumulate"))
+        if self.max_steps is not None or None in sizes or not is_counted or settings.get("task", {}).get("pack"):
             return self.max_steps
         rows = sum(size for size in sizes if size is not None)
         rows -= round(rows * data["holdout"]) if not data["dev"]["files"] else 0

@@ -46,7 +46,8 @@ def run(argv: list[str]) -> int:
         print_result(entries, "\n".join(_list_lines(entries)), as_json=flags.json)
         return 0
     if flags.name is None:
-        wanted = "FILE of axolotl, LLaMA-Factory or torchtune" if flags.action == "from" else "NAME of `flatshift recipes`"
+        tools = "axolotl, LLaMA-Factory or torchtune"
+        wanted = f"FILE of {tools}" if flags.action == "from" else "NAME of `flatshift recipes`"
         raise UserError(f"recipes {flags.action} needs a {wanted}")
     if flags.action == "from":
         return _translate(flags, Path(flags.name))

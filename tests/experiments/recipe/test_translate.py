@@ -493,6 +493,19 @@ def test_columns_of_one_data_set_are_those_of_the_recipe(mixed: Path) -> None:
     assert unknown.endswith("eval_dataset: mine (its columns are not those of the training rows; rename them)")
 
 
+def test_warm_up_steps_are_a_fraction_where_the_rows_are_counted(mixed: Path) -> None:
+    text = MIXED.replace("mine, chats", "mine").replace("num_train_epochs: 2", "num_train_epochs: 2\nwarmup_steps: 3")
+    (mixed / "theirs.yaml").write_text(text, encoding="utf-8")
+    translated = translate_recipe(mixed / "theirs.yaml")
+    assert translated.recipe["optimizer"]["warmup"] == 0.1667 and translated.unknown == ()
+    assert "warmup_steps: 3 of 18 steps" in translated.notes
+    (mixed / "theirs.yaml").write_text(f"{text}packing: true\n", encoding="utf-8")
+    assert "not known here" in translate_recipe(mixed / "theirs.yaml").unknown[0]
+    (mixed / "theirs.yaml").write_text(text.replace("epochs: 2", "epochs: many"), encoding="utf-8")
+    with pytest.raises(UserError, match=r"theirs\.yaml:8: train\.epochs must be a number"):
+        translate_recipe(mixed / "theirs.yaml")
+
+
 def test_a_cap_above_the_rows_is_left_out_with_a_note(mixed: Path) -> None:
     text = MIXED.replace("mine, chats", "mine")
     (mixed / "theirs.yaml").write_text(f"{text}max_samples: 1000\n", encoding="utf-8")
