@@ -20,7 +20,7 @@ from flatshift.experiments.recipe.tree import Branch, Items, Leaf, Tree, dump, f
 from flatshift.finetune.atomic import read_json_object
 from flatshift.finetune.data.files import expand_files
 from flatshift.finetune.data.formats import HUB, count_records
-from flatshift.finetune.errors import UserError
+from flatshift.finetune.errors import UserError, is_remote
 
 _FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".md", ".gz", ".xz", ".zst")
 _OBJECTIVES = ("dpo", "ipo", "kto", "simpo", "orpo")
@@ -97,7 +97,8 @@ class _Translation:
         settings = to_python(self.settings)
         data, train = settings["data"], settings["train"]
         sizes = [_count_used(each) for each in data["train"].get("sources", {"": data["train"]}).values()]
-        is_counted = all(isinstance(train[name], int | float) for name in ("epochs", "batch_size", "accumulate"))
+        numbers = [train[name] for name in ("epochs", "batch_size", "accumulate")]
+        is_counted = all(isinstance(number, int | float) and number > 0 for number in numbers)
         if self.max_steps is not None or None in sizes or not is_counted or settings.get("task", {}).get("pack"):
             return self.max_steps
         rows = sum(size for size in sizes if size is not None)
@@ -322,8 +323,8 @@ def _set_rows(translation: _Translation, key: str, tree: Tree, sets: Sequence[_R
             translation.reject(key, tree, hint)
         sources = dict[str, Any]()
         for number, each in enumerate(sets, start=1):
-            values = {"files": each.files, "weight": each.size, "first": each.first, "limit": each.limit}
-            values["columns"] = each.columns or None
+            values: dict[str, Any] = {"files": each.files, "weight": each.size, "columns": each.columns or None}
+            values |= {"first": each.first, "limit": each.limit}
             name = each.name.replace(".", "_")
             name = f"{name}-{number}" if name in sources else name
             sources[name] = {setting: value for setting, value in values.items() if value is not None}
@@ -343,7 +344,7 @@ def _set_rows(translation: _Translation, key: str, tree: Tree, sets: Sequence[_R
 
 def _count_rows(files: Sequence[str]) -> int | None:
     """Return the number of rows of local files; None for others."""
-    if not any(name.startswith(HUB) for name in files):
+    if not any(name.startswith(HUB) or is_remote(name) for name in files):
         with contextlib.suppress(UserError):
             return sum(count_records(path) for path in expand_files(files))
     return None
@@ -512,29 +513,24 @@ def _listed_datasets(translation: _Translation, key: str, tree: Tree) -> None:
         translation.notes += [f"{kind}: {own['note']}"] if "note" in own else []
         named = dict(own.get("columns", {}))
         for name, value in values.items():
-            read = table["read"].get(name, [])
+            read, parts = table["read"].get(name, []), _flatten(value)
             if name in columns:
                 named[columns[name]] = value
             elif name in table["same"]:
                 translation.set({table["same"][name]: value}, known[name].location)
-            elif (
-                name not in table["rows"]
-                and _flatten(value) not in read
-                and not all(one in (None, *read) for one in _flatten(value))
-            ):
+            elif name not in table["rows"] and parts not in read and not all(part in (None, *read) for part in parts):
                 translation.reject(f"{key}.{name}", known[name], table["hints"].get(name))
         split, bracket, _ = str(values.get("split") or "train").partition("[")
         if bracket and share is None:
             translation.reject(f"{key}.split", known["split"], "a hub data set is read whole; data.train.first caps it")
         path = values.get("path", values.get("source", own.get("source")))
         if path is not None:
-            name = values.get("name", values.get("subset"))
-            files = _dataset_names({"data_files": values.get("data_files"), "path": path, "name": name, "split": split})
+            rows = {"data_files": values.get("data_files"), "path": path, "split": split}
+            files = _dataset_names(rows | {"name": values.get("name", values.get("subset"))})
             sets.append(_RowSet(Path(files[0]).stem, files, kind, named))
-    if (
-        bases and not is_paired and key in ("dataset", "datasets")
-    ):  # conversations and instructions are both read by chat
-        translation.set({"extends": bases[0] if len(set(bases)) == 1 else "chat"}, tree.location)
+    if bases and not is_paired and key in ("dataset", "datasets"):
+        base = bases[0] if len(set(bases)) == 1 else "chat"  # which reads conversations and instructions
+        translation.set({"extends": base}, tree.location)
     if sets:
         _set_rows(translation, key, tree, sets)
 
