@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -93,6 +94,16 @@ def test_files_and_sources_take_the_place_of_those_of_the_base_recipe(
     (tmp_path / "mine.yaml").write_text(both, encoding="utf-8")
     assert run(["train", "mine.yaml", *FAST, "--out", "both"]) == 2
     assert "sources and data.train.files cannot both be set" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["first", "limit"])
+def test_more_rows_than_there_are_is_refused(name: str, rows: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the 60 rows, 48 are not held out."""
+    words = ["train", "classify", "--data", rows, *FAST, "--out", "run"]
+    assert run([*words, f"--data.train.{name}", "61"]) == 2
+    assert re.search(rf"data\.train\.{name}: 61 (rows are asked for|is above the 48 rows)", capsys.readouterr().err)
+    assert run([*words, f"--data.train.{name}", "48"]) == 0
+    assert f"epochs of {48 if name == 'limit' else 38} rows" in capsys.readouterr().err
 
 
 def test_rows_are_held_out_for_dev_alone(rows: str, capsys: pytest.CaptureFixture[str]) -> None:
