@@ -484,7 +484,8 @@ class Evaluate:
     """Coverage of the intervals."""
     cold: int = 0
     """First examples of test (else dev), or all if there are fewer, on which the base model without the adapter is
-    evaluated too, at the end of a run, for the difference on the same examples; 0: none. Skipped, with a note, if a head or soft tokens are new."""
+    evaluated too, at the end of a run, for the difference on the same examples; 0: none. Skipped, with a note, if a
+    head or soft tokens are new."""
 
     def __post_init__(self) -> None:
         check_bounds(
