@@ -271,10 +271,10 @@ def describe_held_out_rows(resolved: Resolved) -> list[str]:
     origins, share = resolved.origins, resolved.recipe.data.holdout
     emptied = [split for split in ("dev", "test") if origins.get(f"data.{split}.files", "").endswith(_OWN_ROWS)]
     if (why := origins.get("data.holdout", "")).endswith(_OWN_ROWS):
-        splits = " and as much for ".join(resolved.recipe.data.holdout_splits)
-        return [f"data.holdout: {_HOLDOUT:g} for {splits} ({why})"]
-    if emptied and (filled := resolved.recipe.data.splits_to_fill):
-        return [f"{' and '.join(filled)}: {share:g} of the training rows each are held out (data.holdout)"]
+        names = " and as much for ".join(resolved.recipe.data.holdout_splits)
+        return [f"data.holdout: {_HOLDOUT:g} for {names} ({why})"]
+    if emptied and (splits := resolved.recipe.data.splits_to_fill):
+        return [f"{' and '.join(splits)}: {share:g} of the training rows each are held out (data.holdout)"]
     if emptied:
         return [f"{' and '.join(emptied)}: no rows to evaluate by; set data.holdout, or name data.{emptied[-1]}.files"]
     return []

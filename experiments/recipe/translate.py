@@ -495,7 +495,7 @@ def _lora_modules(translation: _Translation, key: str, tree: Tree) -> None:
 
 def _listed_datasets(translation: _Translation, key: str, tree: Tree) -> None:
     """Set the rows of axolotl's `datasets` or torchtune's `dataset`, one or several, and the recipe to extend."""
-    share, is_paired = _held_out_share(translation), translation.value("rl") is not None
+    share, is_paired = _read_holdout(translation), translation.value("rl") is not None
     if share is not None and key == "dataset_val":
         translation.set({"data.holdout": share, "data.holdout_splits": ["dev"]}, tree.location)
         return
@@ -511,11 +511,11 @@ def _listed_datasets(translation: _Translation, key: str, tree: Tree) -> None:
             translation.reject(f"{key}.{table['kind']}", known.get(table["kind"], item), own.get("problem"))
         bases += [own["extends"]] if own else []
         translation.notes += [f"{kind}: {own['note']}"] if "note" in own else []
-        named = dict(own.get("columns", {}))
+        own_columns = dict(own.get("columns", {}))
         for name, value in values.items():
             read, parts = table["read"].get(name, []), _flatten(value)
             if name in columns:
-                named[columns[name]] = value
+                own_columns[columns[name]] = value
             elif name in table["same"]:
                 translation.set({table["same"][name]: value}, known[name].location)
             elif name not in table["rows"] and parts not in read and not all(part in (None, *read) for part in parts):
@@ -527,7 +527,7 @@ def _listed_datasets(translation: _Translation, key: str, tree: Tree) -> None:
         if path is not None:
             rows = {"data_files": values.get("data_files"), "path": path, "split": split}
             files = _dataset_names(rows | {"name": values.get("name", values.get("subset"))})
-            sets.append(_RowSet(Path(files[0]).stem, files, kind, named))
+            sets.append(_RowSet(Path(files[0]).stem, files, kind, own_columns))
     if bases and not is_paired and key in ("dataset", "datasets"):
         base = bases[0] if len(set(bases)) == 1 else "chat"  # which reads conversations and instructions
         translation.set({"extends": base}, tree.location)
@@ -535,7 +535,7 @@ def _listed_datasets(translation: _Translation, key: str, tree: Tree) -> None:
         _set_rows(translation, key, tree, sets)
 
 
-def _held_out_share(translation: _Translation) -> float | None:
+def _read_holdout(translation: _Translation) -> float | None:
     """Return the share of the rows that torchtune's `dataset_val` takes from the end of those of `dataset`; None if
     they are others."""
     train, dev = translation.value("dataset"), translation.value("dataset_val")

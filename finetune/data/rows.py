@@ -57,7 +57,7 @@ PAIRS = {
 }
 """Columns of other formats that stand for `prompt` and `completion`; `input` or `context` is appended to an
 instruction."""
-LABELLED = "turns with a label"
+TURNS_WITH_LABEL = "turns with a label"
 """Form of single answers that are the last turn of a conversation."""
 SHARED = "what both answers begin with"
 """Form of pairs without a prompt column."""
@@ -67,8 +67,9 @@ def form_columns(form: str, *, turns: bool) -> tuple[str, ...]:
     """Return the columns from which `messages` (turns), or else `prompt` and `completion`, are read in this form."""
     if turns:
         return FORMS.get(form, ())
+    if form == TURNS_WITH_LABEL:
+        return ("messages", "conversations")
     beside = ("input", "context") if form.startswith("instruction") else ()
-    beside = ("messages", "conversations") if form == LABELLED else beside
     return (*PROMPTS.get(form, ()), *PAIRS.get(form, ()), *beside)
 
 
@@ -89,7 +90,7 @@ class Row:
     nulls: int = 0
     form: str = ""
     """Source of `messages` or `prompt` if the record has no such column: a key of `FORMS`, `PROMPTS` or `PAIRS`,
-    `LABELLED` or `SHARED`."""
+    `TURNS_WITH_LABEL` or `SHARED`."""
 
 
 def canonical_label(value: Any) -> str:
@@ -241,7 +242,7 @@ class _ColumnMapper:
             else:
                 values[name] = value
         if "prompt" in self.required:
-            values |= self._convert_labelled(record.values, values) or self._convert_prompt(values)
+            values |= self._convert_turns_with_label(record.values, values) or self._convert_prompt(values)
         for name in self.required:
             if values.get(name) is None:
                 raise ValueError(self._describe_missing(name, self.names.get(name, name), record.values))
@@ -311,7 +312,7 @@ class _ColumnMapper:
             return {"prompt": question}
         return {"prompt": [{"role": "system", "content": system[0]}, {"role": "user", "content": question}]}
 
-    def _convert_labelled(self, record: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    def _convert_turns_with_label(self, record: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
         """Return `prompt` and `completion` of a conversation with a label, whose last turn is the answer; else
         nothing."""
         turns = values.get("messages") or values.get("conversations")
@@ -319,7 +320,7 @@ class _ColumnMapper:
             return {}
         if "prompt" in values or not isinstance(turns, list) or not turns or not _is_answer(turns[-1]):
             return {}
-        self._check_form(LABELLED, {LABELLED: "messages"})
+        self._check_form(TURNS_WITH_LABEL, {TURNS_WITH_LABEL: "messages"})
         return {"prompt": turns[:-1], "completion": turns[-1]}
 
     def _convert_completion(self, values: dict[str, Any]) -> dict[str, Any]:
