@@ -122,12 +122,6 @@ class _RowSet:
     columns: dict[str, str] = field(default_factory=dict)
     first: int | None = None
     limit: int | None = None
-    weight: float | None = None
-
-    @property
-    def size(self) -> float | None:
-        """Weight of the source: the given one, else its number of rows; None: not known here."""
-        return self.weight or _count_used(vars(self))
 
 
 def translate_recipe(file: Path) -> Translated:
@@ -317,16 +311,17 @@ def _set_rows(translation: _Translation, key: str, tree: Tree, sets: Sequence[_R
     split = "train" if key in ("dataset", "datasets") else "dev"
     head = dataclasses.replace(sets[0], name="", files=[])
     are_alike = all(dataclasses.replace(each, name="", files=[]) == head for each in sets)
-    if split == "train" and len(sets) > 1 and (not are_alike or head.first or head.limit or head.weight):
-        if any(each.size is None for each in sets):
+    if split == "train" and len(sets) > 1 and (not are_alike or head.first or head.limit):
+        sizes = [_count_used(vars(each)) for each in sets]
+        if None in sizes:
             hint = "set the weight of each of data.train.sources to its number of rows, which is not known here"
             translation.reject(key, tree, hint)
         sources = dict[str, Any]()
-        for number, each in enumerate(sets, start=1):
-            values: dict[str, Any] = {"files": each.files, "weight": each.size, "columns": each.columns or None}
+        for each, size in zip(sets, sizes, strict=True):
+            values: dict[str, Any] = {"files": each.files, "weight": size, "columns": each.columns or None}
             values |= {"first": each.first, "limit": each.limit}
             name = each.name.replace(".", "_")
-            name = f"{name}-{number}" if name in sources else name
+            name = f"{name}-{len(sources) + 1}" if name in sources else name
             sources[name] = {setting: value for setting, value in values.items() if value is not None}
         translation.set({"data.train.sources": sources}, tree.location)
         return
@@ -384,9 +379,7 @@ def _named_datasets(translation: _Translation, key: str, tree: Tree) -> None:
         translation.reject(key, tree, f"there is no {index}; name the files with --data")
         return
     known, sets = read_json_object(index), list[_RowSet]()
-    names = [name.strip() for name in str(to_python(tree)).split(",")]
-    probabilities = str(translation.value("interleave_probs") or "").split(",") if len(names) > 1 else [""]
-    for number, name in enumerate(names):
+    for name in (part.strip() for part in str(to_python(tree)).split(",")):
         entry = known.get(name, {})
         if "file_name" in entry:
             files = [str(index.parent / entry["file_name"])]
@@ -400,9 +393,8 @@ def _named_datasets(translation: _Translation, key: str, tree: Tree) -> None:
         for problem in problems:
             translation.reject(key, tree, f"{name} in {index}: {problem}")
         first, limit = _read_caps(translation, key, tree, name, files, entry.get("num_samples"))
-        weight = float(probabilities[number]) if number < len(probabilities) and probabilities[number] else None
         form = [entry.get("formatting"), entry.get("columns")]
-        sets.append(_RowSet(name, files, form, columns, first, limit, weight))
+        sets.append(_RowSet(name, files, form, columns, first, limit))
     if sets:
         _set_rows(translation, key, tree, sets)
 
@@ -483,7 +475,7 @@ def _model(translation: _Translation, key: str, tree: Tree) -> None:
 def _lora_modules(translation: _Translation, key: str, tree: Tree) -> None:
     """Set the layers of adapters by torchtune's lists and switches, under the names that they have in hub files."""
     table = _read_table()["modules"]
-    names = [table["names"].get(name, name) for name in to_python(tree)]
+    names = [table["names"].get(name, name) for name in _flatten(to_python(tree))]
     for switch, more in table["switches"].items():
         names += more if translation.value(switch) else []
     if "phi" in str(translation.value("model._component_")):

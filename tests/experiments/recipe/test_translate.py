@@ -272,6 +272,7 @@ def test_a_key_becomes_the_setting(tmp_path: Path, line: str, key: str, value: o
         ),
         ("model_name_or_path: m\noptim: adafactor\n", ":2: optim: adafactor"),
         ("model_name_or_path: m\nmax_steps: many\n", ":2: max_steps: many"),
+        ("model_name_or_path: m\ninterleave_probs: 0.9,0.1\n", ":2: interleave_probs: 0.9,0.1 (data sets are joined"),
         ("model_name_or_path: m\nwarmup_steps: 20\n", ":2: warmup_steps: 20 (optimizer.warmup is a fraction"),
     ],
 )
@@ -444,7 +445,6 @@ def test_data_sets_of_two_forms_become_sources_and_train(mixed: Path) -> None:
         ("max_samples: 25", {}, {"mine": (20, None, None), "chats": (25, 25, None)}),
         ("max_samples: 25", {"num_samples": 12}, {"mine": (20, None, None), "chats": (12, None, 12)}),
         ("max_samples: 10", {"num_samples": 12}, {"mine": (10, 10, None), "chats": (10, None, 10)}),
-        ("interleave_probs: 0.9,0.1", {}, {"mine": (0.9, None, None), "chats": (0.1, None, None)}),
     ],
 )
 def test_caps_and_shares_are_those_of_each_source(
