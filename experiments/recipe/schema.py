@@ -469,6 +469,7 @@ _LATER: dict[tuple[str, str], Any] = {
     ("train", "deterministic"): False,
     ("task", "metrics"): (),
     ("task", "dft"): False,
+    ("data", "holdout_splits"): ("dev", "test"),
     ("columns", "messages"): "messages",
     ("columns", "tools"): "tools",
     ("columns", "system"): "system",
