@@ -127,9 +127,7 @@ def guide(document: dict[str, Any]) -> str:
         title = f"`{name}`" + ("" if m["confirmatory"] else " (exploratory)")
         tasks = len([task for task in m["tasks"] if task in document["informative"]])
         cells = [title, mean, interval, over_tasks(document, name), _shown(100 * primary["detectable"])]
-        equal = " ({})".format if m["equal_time"] else "".format
-        equal_mean, equal_interval = formats.mean_and_interval(m["equal_time"] or None, 100.0)
-        cells += [_shown(primary["p_holm"]), f"{primary['n']} × {tasks}", equal_mean + equal(equal_interval)]
+        cells += [_shown(primary["p_holm"]), f"{primary['n']} × {tasks}", _equal_time(m)]
         cells += [_shown(m["step_ratio"]), _with_interval(sharp), m["note"]]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     lines += ["", "Step times here are of cells that ran on different days, so a drift of the machine is in them;"]
@@ -192,7 +190,10 @@ def group_rows(bench: Benchmark, document: dict[str, Any], group: str, tasks: li
 def noise_guide(document: dict[str, Any]) -> str:
     """The part of docs/which-regularizer.md about training to the end, from the results alone."""
     base, methods = document["baseline"], document["methods"]
-    sizes = ", ".join(f"{name} ({task['rows']['train']} rows)" for name, task in document["tasks"].items())
+    sizes = ", ".join(
+        f"{name} ({task['rows']['train']} rows, majority {task['floor']:.2f})"
+        for name, task in document["tasks"].items()
+    )
     fitted = max(t["methods"][base]["train_error"] for t in document["tasks"].values())
     lines = [
         "",
@@ -215,12 +216,19 @@ def noise_guide(document: dict[str, Any]) -> str:
             gaps = group_differences(document, name, tasks)
             sharp = gaps["sharpness"]
             ratio = "–" if sharp is None else _range(sharp, lambda x: f"{math.exp(x):.2f}")
-            equal = formats.mean_and_interval(method["equal_time"] or None, 100.0)[0]
             cells = [f"`{name}`", group, _range(gaps["tasks"], _points), _range(gaps["seeds"], _points), errors, ratio]
-            lines.append("| " + " | ".join([*cells, _shown(method["step_ratio"]), equal]) + " |")
+            lines.append("| " + " | ".join([*cells, _shown(method["step_ratio"]), _equal_time(method)]) + " |")
     lines += ["", "At equal time: over all tasks. Protocol:", ""]
     lines += [f"- {sentence}" for sentence in document["protocol"]]
     return "\n".join(lines) + "\n"
+
+
+def _equal_time(method: dict[str, Any]) -> str:
+    """A method's gain at equal time as `mean (interval)`; a dash where its steps cost no more."""
+    if not method["equal_time"]:
+        return "–"
+    mean, interval = formats.mean_and_interval(method["equal_time"], 100.0)
+    return f"{mean} ({interval})"
 
 
 def _points(value: float) -> str:

@@ -543,6 +543,7 @@ def test_the_guide_of_training_to_the_end_has_intervals_over_tasks() -> None:
         "tasks": {
             task: {
                 "rows": {"train": 200},
+                "floor": 0.5,
                 "steps": 120,
                 "methods": {"plain": result(0.0, 0.1), "ggpo": result(gain, 0.05)},
             }
