@@ -13,10 +13,10 @@ selection. Endpoints, named beforehand: test accuracy after fine-tuning, macro F
 of the test texts after the warm-up, for warmed arms alone: the checkpoint has no masked-LM head, so the cold backbone
 has no such figure. A difference has an interval over seeds on each target, and one over the targets' means.
 
-Results until 27 November 2026 were wrong: by a mistake of this file training, dev and test rows came from one split.
-CSAbstruct, a target until then, is left out, and so is SciCite: with 200 labels this encoder stays at the majority floor
-(CSAbstruct, eight arms, five seeds: .34 to .40, majority .375). A target counts for the means over targets if the cold
-arm's accuracy is three standard errors above the floor.
+Results until 27 November 2026 were wrong: training, dev and test rows came from one split by a mistake of this file.
+CSAbstruct, a target until then, is left out, and so is SciCite: with 200 labels this encoder stays at the majority
+floor (CSAbstruct, eight arms, five seeds: .34 to .40, majority .375). A target counts for the means over targets if the
+cold arm's accuracy is three standard errors above the floor.
 
 The zero-shot arms see no label: a text belongs to the class whose name lies nearest among the mean states, of the cold
 backbone and of a warmed one. Of AG News alone, whose classes are subjects.
