@@ -52,7 +52,7 @@ $(VENV)/core: pyproject.toml $(VENV)/indexes
 	@touch $@
 
 $(VENV)/test: $(VENV)/core $(VENV)/indexes
-	$(PIP) install -e ".[test]"
+	$(PIP) install $(LOWEST) -e ".[test]"
 	@touch $@
 
 $(VENV)/bench: $(VENV)/core $(VENV)/indexes
