@@ -145,7 +145,7 @@ def advice(document: dict[str, Any]) -> list[str]:
     )
     if any(control["control"] == "flat-lora" for control in document["controls"]):
         results.append(
-            "- `flat-lora` is no clean control of `ggpo`'s gradient: its σ rises over the run, so it has less noise, too."
+            "- `flat-lora` is no clean control of `ggpo`'s gradient: its σ rises over the run, which is less noise."
         )
     for control in document["controls"]:
         d = control["difference"]
