@@ -68,15 +68,15 @@ def run_warmup_study(
         for seed in seeds
     }
     run_cells(out, list(cells.values()), LocalExecutor(jobs), console or Console(), label=f"study {name}")
-    base = evaluate_perplexity(resolve_auto(load_recipe(recipe, overrides)).recipe, None, splits=("test",))
-    perplexity, _ = _test_perplexity(base)
+    base = {seed: _cold_figures(recipe, overrides, seed) for seed in seeds}
+    perplexity, _ = _test_perplexity(base[seeds[0]])
     rows = []
     floor = None
     for (arm, seed), cell in cells.items():
         test = read_cell_result(out, cell)["metrics"]["test"]
         floor = test["majority_floor"]["value"]
         before_labels = out / "cells" / cell.key / "stages" / "warm-up" / "eval.json"
-        figures = base if arm.warmup == "cold" else json.loads(before_labels.read_text(encoding="utf-8"))
+        figures = base[seed] if arm.warmup == "cold" else json.loads(before_labels.read_text(encoding="utf-8"))
         metrics = {
             perplexity: _test_perplexity(figures)[1],
             "accuracy": test["accuracy"]["value"],
@@ -96,6 +96,13 @@ def run_warmup_study(
     write_provenance(out)
     write_json(out / "study.json", document)
     return document
+
+
+def _cold_figures(recipe: str, overrides: Sequence[Branch], seed: int) -> Mapping[str, Any]:
+    """Return the base model's figures on the test rows that `data.test.limit` draws under `seed`, as the other arms of
+    that seed have them."""
+    resolved = resolve_auto(load_recipe(recipe, [*overrides, from_override("train.seed", seed)]))
+    return evaluate_perplexity(resolved.recipe, None, splits=("test",))
 
 
 def arm_cell(recipe: str, overrides: Sequence[Branch], seed: int) -> Cell:
