@@ -35,6 +35,19 @@ def test_workflows_run_what_a_user_runs() -> None:
     assert f">={min(matrix['python'])}" == PROJECT["requires-python"]
     release = _yaml(".github/workflows/release.yml")["jobs"]
     assert release["publish"]["permissions"] == {"id-token": "write"}, "published without a kept token"
+    steps = [step.get("run", "") for step in release["build"]["steps"]]
+    assert any(step.startswith("make release") for step in steps), "what is published was tried"
+    assert not any("-m build" in step for step in steps), "the files that were tried are published, no others"
+    named = {f"Programming Language :: Python :: {python}" for python in matrix["python"]}
+    assert named == {line for line in PROJECT["classifiers"] if line.startswith("Programming Language")}
+
+
+def test_pages_and_container_name_the_range_of_torch() -> None:
+    (torch,) = (line for line in PROJECT["dependencies"] if line.startswith("torch"))
+    lowest, above = re.findall(r"2\.(\d+)", torch)
+    assert f'"{torch}"' in (ROOT / "Containerfile").read_text(encoding="utf-8")
+    for page in ("CHANGELOG.md", "docs/first-model.md"):
+        assert f"torch 2.{lowest} to 2.{int(above) - 1}" in (ROOT / page).read_text(encoding="utf-8"), page
 
 
 def test_templates_and_container_hold() -> None:
