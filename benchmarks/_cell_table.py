@@ -1,4 +1,4 @@
-"""One Parquet file a study: a line a cell, a column a key; what is read back is what was written, key for key.
+"""One Parquet file a study: a line a cell, a column a key; what is read back equals what was written.
 
     write_cells(file, {"9ca67f32": {"status": "done", "metrics": {"loss": 0.58}}})
     read_cells(file)["9ca67f32"]["metrics"]["loss"]
@@ -33,12 +33,15 @@ class _NoType(Exception):
 
 
 def write_cells(file: Path, cells: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write the cells, sorted by name. Raises ValueError for cells whose own keys are in several orders."""
+    """Write the cells, sorted by name. Raises ValueError for cells without keys."""
     names = sorted(cells)
+    own = dict.fromkeys(key for name in names for key in cells[name])
+    if not own:
+        raise ValueError(f"{file}: the cells have no keys")
     try:
         struct = _struct([cells[name] for name in names])
-    except _NoType:
-        raise ValueError(f"{file}: the cells have no keys, or have them in several orders") from None
+    except _NoType:  # cells of other versions of the code have their own keys in another order
+        struct = _struct([{key: cells[name][key] for key in own if key in cells[name]} for name in names])
     rows = [{_CELL: name, **_encode(cells[name], struct)} for name in names]
     table = pa.Table.from_pylist(rows, schema=pa.schema([pa.field(_CELL, pa.string()), *struct]))
     with atomic_file(file) as temporary:

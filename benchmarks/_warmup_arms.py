@@ -25,17 +25,19 @@ from flatshift.finetune.run_directory import write_provenance
 
 @dataclass(frozen=True)
 class Arm:
-    """One combination of warm-up (a `select.method.kind`, or `cold` for none) and regularizer."""
+    """One combination of warm-up (a `select.method.kind`, `cold` for none, or a name of `settings`) and regularizer."""
 
     warmup: str
     regularizer: Literal["plain", "ggpo"] = "plain"
+    settings: tuple[tuple[str, Any], ...] = ()
+    """Recipe keys and their values, in place of the method that the name stands for."""
 
     def overrides(self) -> list[Branch]:
         """Return the changes of this arm to the common recipe."""
-        regularizer = from_override("regularizer.kind", self.regularizer)
+        changes = self.settings or (("select.method.kind", self.warmup),)
         if self.warmup == "cold":
-            return [regularizer, from_override("warmup", "null"), from_override("select", "null")]
-        return [regularizer, from_override("select.method.kind", self.warmup)]
+            changes = (("warmup", "null"), ("select", "null"))
+        return [from_override(key, value) for key, value in (("regularizer.kind", self.regularizer), *changes)]
 
 
 ARMS = tuple(Arm(w, r) for w in ("cold", "random", "gotd") for r in ("plain", "ggpo"))  # type: ignore[arg-type]
@@ -66,15 +68,15 @@ def run_warmup_study(
         for seed in seeds
     }
     run_cells(out, list(cells.values()), LocalExecutor(jobs), console or Console(), label=f"study {name}")
-    base = evaluate_perplexity(resolve_auto(load_recipe(recipe, overrides)).recipe, None, splits=("test",))
-    perplexity, _ = _test_perplexity(base)
+    base = {seed: _cold_figures(recipe, overrides, seed) for seed in seeds}
+    perplexity, _ = _test_perplexity(base[seeds[0]])
     rows = []
     floor = None
     for (arm, seed), cell in cells.items():
         test = read_cell_result(out, cell)["metrics"]["test"]
         floor = test["majority_floor"]["value"]
         before_labels = out / "cells" / cell.key / "stages" / "warm-up" / "eval.json"
-        figures = base if arm.warmup == "cold" else json.loads(before_labels.read_text(encoding="utf-8"))
+        figures = base[seed] if arm.warmup == "cold" else json.loads(before_labels.read_text(encoding="utf-8"))
         metrics = {
             perplexity: _test_perplexity(figures)[1],
             "accuracy": test["accuracy"]["value"],
@@ -94,6 +96,13 @@ def run_warmup_study(
     write_provenance(out)
     write_json(out / "study.json", document)
     return document
+
+
+def _cold_figures(recipe: str, overrides: Sequence[Branch], seed: int) -> Mapping[str, Any]:
+    """Return the base model's figures on the test rows that `data.test.limit` draws under `seed`, as the other arms of
+    that seed have them."""
+    resolved = resolve_auto(load_recipe(recipe, [*overrides, from_override("train.seed", seed)]))
+    return evaluate_perplexity(resolved.recipe, None, splits=("test",))
 
 
 def arm_cell(recipe: str, overrides: Sequence[Branch], seed: int) -> Cell:

@@ -24,23 +24,21 @@ HEAD = f"""# Benchmarks
 `make bench NAME=x` runs the benchmark x again. `python -m benchmarks.gpu` runs all that need a GPU, in about 25 minutes
 of an H200. It keeps each row as it is measured, so that `--minutes 9`, repeated, does it in parts.
 
-Every speed, memory and quality claim is a benchmark that runs our path and a peer's, interleaved in one process tree,
-and writes its metrics to `benchmarks/results/`. These pages are generated from those files. A number is the median over
-the runs. A ratio is ours ÷ peer: the median with its smallest and largest value. A bar is the limit that a row must
-keep.
+Speed, memory and quality are measured by benchmarks; where there is a peer, both paths run interleaved in one process
+tree. Metrics are in `benchmarks/results/`, and these pages are generated from them. A number is the median over the
+runs. A ratio is ours ÷ peer: the median with its smallest and largest value. A bar is the limit that a row must keep.
 
-Exactness is proven by tests: `tests/parity/` compares every fast path with a naive reference (dense, single process,
-float64, finite difference, scikit-learn, POT).
+Exactness is tested: `tests/parity/` compares fast paths with a naive reference (dense, single process, float64, finite
+difference, scikit-learn, POT).
 
 {MARK}"""
 TOPICS = {
     "selection": (
         "Effect of selected data",
         {
-            "selection_quality": "Perplexity after a warm-up on the data of each method: seven targets, five seeds.",
+            "selection_quality": "Perplexity of a 5 M decoder after a warm-up: seven targets, five seeds.",
             "selection_accuracy": "Accuracy with 500 labels after such a warm-up: two targets, twelve seeds.",
             "selection_budgets": "Perplexity after warm-ups of three sizes.",
-            "encoder_study": "A masked-LM warm-up of a real encoder, then classification with few labels.",
             "first_study": "Warm-up, selector and GGPO on the shipped backbone and samples.",
             "detox": "A warm-up on text that GOT-D selects by contrast of clean and toxic examples.",
         },
@@ -62,7 +60,7 @@ TOPICS = {
             "train_step": "A training step: losses, gradients, CPU time and peak memory.",
             "short_rows": "Choice of the attention kernel for short rows in bf16.",
             "dropout": "Dropout with reproducible masks.",
-            "real_model": "Loss over a real vocabulary of 262,144.",
+            "real_model": "Gemma 3 (270 M): loss over its vocabulary, steps, few-shot ranking, selectors and plans.",
             "preference": "Losses of preference tuning.",
             "preference_beta": "Over-optimisation of preferences, over β.",
             "tokenizer_schemes": "Five tokenizer schemes, each with small models trained alike.",
@@ -98,8 +96,8 @@ TOPICS = {
         "Curves and sweeps",
         {
             "double_descent_power": "False positives and power of the peak test on curves whose shape is known.",
-            "descent_studies": "Error of LoRA over rank, rows and steps on a real encoder and task.",
-            "positive_control": "A real double descent of LoRA.",
+            "descent_studies": "Error of LoRA over rank, rows and steps on one encoder and task.",
+            "positive_control": "A double descent of LoRA where theory puts one.",
             "forecast": "Test errors that `flatshift forecast` predicts before training.",
             "rate_advice": "Prediction of the best learning rate before step 1.",
             "rank_transfer": "Best learning rates of a small and a large rank, by optimizer.",

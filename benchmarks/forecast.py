@@ -77,7 +77,7 @@ def split_up(task: str, folder: Path) -> None:
 
 
 def train(task: str) -> dict[str, Any]:
-    """{rank|rows|noise: mean test error} of trained cells, and their seconds."""
+    """{rank|rows|noise: mean test error} of trained cells, and their CPU-seconds."""
     grid = tuple(
         f"{axis}={','.join(map(str, values))}" for axis, values in zip(AXES, (RANKS, ROWS, NOISES), strict=True)
     )
@@ -87,7 +87,6 @@ def train(task: str) -> dict[str, Any]:
     assert data is not None
     return {
         "error": {"|".join(f"{where[a]:g}" for a in AXES): mean.value for where, mean in data.means("test.error")},
-        "seconds": sum(data.seconds),
         "cpu": time.process_time() - began,
         "on": machine()["instructions"],
     }
@@ -120,6 +119,33 @@ def predict(task: str) -> dict[str, Any]:
 def pairs_of(forecast: dict[str, Any], trained: dict[str, Any]) -> np.ndarray:
     """(settings, 2): forecast and trained test error."""
     return np.array([(np.mean(forecast["error"][key]), error) for key, error in trained["error"].items()])
+
+
+def rank_choices(results: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, float]:
+    """What the forecast says of the two ranks, over all settings of rows and noise: in how many it predicts one error
+    for both, in how many of the others with a trained difference its sign is right, and what a choice costs in points:
+    by the predicted error (where that is the same, a coin), by a coin alone, and always the larger rank."""
+    predicted, real = [], []
+    for forecast, trained in results.values():
+        for rows in ROWS:
+            for noise in NOISES:
+                keys = [f"{rank:g}|{rows:g}|{noise:g}" for rank in RANKS]
+                predicted.append([np.mean(forecast["error"][key]) for key in keys])
+                real.append([trained["error"][key] for key in keys])
+    said, was = np.array(predicted), np.array(real)
+    change, wanted = np.sign(said[:, 1] - said[:, 0]), np.sign(was[:, 1] - was[:, 0])
+    both = (change != 0) & (wanted != 0)
+    lost = 100 * (was - was.min(1, keepdims=True))
+    chosen = np.where(change == 0, lost.mean(1), np.where(change < 0, lost[:, 1], lost[:, 0]))
+    return {
+        "settings": len(change),
+        "same": float((change == 0).sum()),
+        "differ": float(both.sum()),
+        "right": float((change == wanted)[both].sum()),
+        "by error": float(chosen.mean()),
+        "coin": float(lost.mean()),
+        "largest": float(lost[:, 1].mean()),
+    }
 
 
 def judge(bench: Benchmark, name: str, results: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
@@ -171,13 +197,22 @@ def main() -> None:
     for name, some in (("all tasks", tasks), ("held-out tasks", held_out)):
         if some:
             judge(bench, name, {task: (forecasts[task], trained[task]) for task in some})
+    of_rank = rank_choices({task: (forecasts[task], trained[task]) for task in tasks})
+    for what, figure, unit in (
+        ("settings with one predicted error for both ranks", "same", "settings"),
+        (f"of the {of_rank['differ']:.0f} others, sign of the difference between ranks right", "right", "settings"),
+        ("cost of the rank with the lower predicted error, a coin where they are the same", "by error", "points"),
+        ("cost of a rank by a coin", "coin", "points"),
+        (f"cost of always rank {RANKS[1]}", "largest", "points"),
+    ):
+        bench.row(f"{what}, of {of_rank['settings']:.0f}" if figure == "same" else what, unit, ours=of_rank[figure])
     for task in tasks:
         own = spearmanr(*pairs_of(forecasts[task], trained[task]).T).statistic
         bench.row(f"{task}: Spearman correlation", "correlation", ours=float(own))
     both = [task for task in tasks if forecasts[task].get("on") == trained[task].get("on", [])]
-    costs = [forecasts[task]["cpu"] / trained[task]["seconds"] for task in both]
+    costs = [forecasts[task]["cpu"] / trained[task]["cpu"] for task in both]
     reason = None if costs else "no task was forecast and trained on one kind of machine"
-    what = f"CPU-seconds of the forecast ÷ seconds of the sweep, {len(both)} tasks"
+    what = f"CPU-seconds of the forecast ÷ those of the sweep, {len(both)} tasks"
     bench.row(what, "share", ours=costs or None, maximum=0.02, reason=reason)
     bench.finish()
 

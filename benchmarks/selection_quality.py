@@ -3,8 +3,8 @@
     python -m benchmarks.selection_quality --data DIR                     # nats on seven targets; hours, resumable
     python -m benchmarks.selection_quality --study accuracy --data DIR    # accuracy with few labels, and forgetting
     python -m benchmarks.selection_quality --study budgets --data DIR     # three budgets
-    python -m benchmarks.selection_quality --study real --data DIR        # a real decoder; nine hours of a core, or
-                                                                          # minutes of a GPU: --set train.device=cuda
+    python -m benchmarks.selection_quality --study real --data DIR        # a real decoder; nine hours of a core;
+                                                                          # on a GPU: --set train.device=cuda
 
     python -m benchmarks.selection_quality --report FILE.html             # the page of the published results
 
@@ -164,13 +164,16 @@ def guide(document: dict[str, Any], study: str) -> str:
         f"budget, target, trial and failed run is in the report, which `{command(study)} --report report.html` draws.",
         "",
         f"The arm minus {base}, mean over targets, seed-paired; perplexity of test texts after the warm-up, lower is "
-        "better. The interval over targets is what another target may expect; that over seeds holds for these.",
+        "better. The interval over targets is for the mean over targets like these (a single one may lie outside; two "
+        "targets have none); that over seeds holds for these.",
         "",
         *table(*tables.arms_table(document)),
         "",
         f"`{document['focus']}` compared with the others, change of perplexity in %:",
         "",
         *table(*tables.focus_table(document)),
+        "",
+        "By intervals over seeds, so of these targets:",
         "",
         *(f"- {sentence}" for sentence in document["answers"]),
     ]

@@ -475,15 +475,17 @@ class Evaluate:
     batch_size: int = 32
     """Examples per batch."""
     train_limit: int | None = None
-    """Training examples to evaluate too, drawn with `train.seed`; a larger number contains a smaller one; 0: none.
-    Null: none in a run, and 1,000 in a cell of a sweep or study, whose curves show the training error."""
+    """Training examples to evaluate too, drawn with `train.seed`, or all if there are fewer; a larger number contains a
+    smaller one; 0: none. Null: none in a run, and 1,000 in a cell of a sweep or study, whose curves show the training
+    error."""
     bootstrap: int = 1000
     """Bootstrap resamples of the examples for each interval."""
     confidence: float = 0.95
     """Coverage of the intervals."""
     cold: int = 0
-    """First examples of test (else dev) on which the base model without the adapter is evaluated too, at the end of a
-    run, for the difference on the same examples; 0: none. Skipped, with a note, if a head or soft tokens are new."""
+    """First examples of test (else dev), or all if there are fewer, on which the base model without the adapter is
+    evaluated too, at the end of a run, for the difference on the same examples; 0: none. Skipped, with a note, if a
+    head or soft tokens are new."""
 
     def __post_init__(self) -> None:
         check_bounds(

@@ -24,7 +24,7 @@ HEAD = f"""# Recipes
 
 `flatshift recipes` lists them: those to start from, then models by task, family and hardware. `flatshift recipes list
 qwen3` lists a part, `flatshift recipes show NAME` prints one, `flatshift recipes copy NAME` writes it to be changed.
-Recipes of axolotl and LLaMA-Factory are translated: [coming from another tool](migrate.md).
+Recipes of axolotl, LLaMA-Factory and torchtune are translated: [coming from another tool](migrate.md).
 
 A recipe is YAML 1.2 that fills the settings below; what it leaves out keeps its default. `5e-4` is a number and `no` is
 text. An unknown key is an error with file:line and the nearest name.

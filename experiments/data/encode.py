@@ -21,7 +21,7 @@ import numpy as np
 
 from flatshift.experiments.data.checks import RowChecks
 from flatshift.experiments.data.holdout import SPLITS, RowKeys, Split
-from flatshift.experiments.data.sources import assign_rows, has_holdout, iter_source_rows, list_source_files
+from flatshift.experiments.data.sources import assign_rows, iter_source_rows, list_source_files
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.finetune.assets import non_weight_files
 from flatshift.finetune.cache_directory import cache_root
@@ -216,7 +216,7 @@ def survey_rows(recipe: Recipe) -> RowSurvey:
     data, task = recipe.data, recipe.task
     sources = list_source_files(data)
     needs_labels = task.has_classes and task.labels is None
-    keys = RowKeys() if has_holdout(data) else None
+    keys = RowKeys() if data.splits_to_fill else None
     limited = any(source.limit is not None for split in SPLITS for source in sources[split])
     targets = array("d") if task.traits.has_targets else None
     if not (needs_labels or keys is not None or limited or targets is not None):

@@ -106,11 +106,6 @@ def iter_source_rows(
             source.refuse_none(skipped[before:])
 
 
-def has_holdout(data: Data) -> bool:
-    """Return True if `data.holdout` takes evaluation rows from the training rows."""
-    return data.holdout > 0 and not (data.dev.files and data.test.files)
-
-
 def list_source_files(data: Data) -> dict[Split, list[SourceFiles]]:
     """Return the source files of each split; an empty list if the recipe names none. Raises UserError: no training
     files."""
@@ -163,7 +158,7 @@ def assign_rows(
     pool = np.arange(sum(counts["train"]))
     apart: dict[Split, np.ndarray] = {}
     if keys is not None:
-        pool, apart = split_holdout(keys, data.holdout, [split for split in SPLITS[1:] if not sources[split]])
+        pool, apart = split_holdout(keys, data.holdout, data.splits_to_fill)
     train, start = [], 0
     for source, count in zip(sources["train"], counts["train"], strict=True):
         rows = pool[(pool >= start) & (pool < start + count)]

@@ -33,7 +33,6 @@ from flatshift.experiments.data.sources import (
     build_mixture,
     check_classes,
     check_eos_counts,
-    has_holdout,
     iter_source_rows,
     list_source_files,
 )
@@ -115,7 +114,7 @@ def read_splits(recipe: Recipe) -> SplitRows:
     rows: dict[Split, list[Row]] = {}
     counts: dict[Split, list[int]] = {split: [] for split in SPLITS}
     records = 0
-    keys = RowKeys() if has_holdout(data) else None
+    keys = RowKeys() if data.splits_to_fill else None
     for split in SPLITS:
         train_keys = keys if split == "train" else None
         source_rows = iter_source_rows(data, task, sources[split], counts[split], skipped=skipped, keys=train_keys)
@@ -124,7 +123,7 @@ def read_splits(recipe: Recipe) -> SplitRows:
     names = task.class_names(rows["train"])
     cut = None
     if keys is not None and task.traits.reads_documents:
-        cut = cut_documents(rows["train"], data.holdout, [split for split in SPLITS[1:] if not sources[split]])
+        cut = cut_documents(rows["train"], data.holdout, data.splits_to_fill)
     if cut is not None:  # by their text, not by rows
         rows |= cut
         keys = None

@@ -49,8 +49,13 @@ _HOLDOUT = 0.1
 """`data.holdout` where the training rows are the user's own and no other evaluation rows are named."""
 _OWN_ROWS = "names rows of your own"
 """Ending of the origins of settings that follow from the user's own training rows."""
-_LENGTHS = ("steps", "epochs")
-"""Keys of `train` that both set the length of training; the one in the upper layer counts."""
+_REPLACED = {
+    "train.steps": ("train.epochs",),
+    "train.epochs": ("train.steps",),
+    "data.train.files": ("data.train.sources", "data.train.weigh"),
+    "data.train.sources": ("data.train.files", "data.train.first", "data.train.limit"),
+}
+"""Key → keys of a lower layer that it replaces: they say the same in another way."""
 _ROW_SETTINGS = ("data.columns.", "data.bad_rows")
 """Settings on how rows are read; they may differ for files other than the run's own."""
 _MAY_CHANGE_ON_RESUME = (
@@ -192,11 +197,11 @@ def _replace_sample_splits(tree: Tree) -> Tree:
     Unless something else is set, a tenth of those rows is held out instead, and so it is for a selection target when
     the recipe names no training rows.
     """
-    train = {name: _get_subtree(tree, "data", "train", name) for name in ("sources", "files")}
-    rows = next((files for files in train.values() if files is not None and not _is_shipped(files)), None)
+    train = [_get_subtree(tree, "data", "train", name) for name in ("sources", "files")]
+    rows = next((files for files in train if files is not None and not _is_shipped(files)), None)
     evaluated = {split: _get_subtree(tree, "data", split, "files") for split in ("dev", "test")}
     samples = {split: files for split, files in evaluated.items() if files is not None and _is_shipped(files)}
-    if rows is None and not any(train.values()):
+    if rows is None and not any(train):
         rows, samples = _get_subtree(tree, "select", "target", "files"), {}
     elif (
         not samples
@@ -212,8 +217,6 @@ def _replace_sample_splits(tree: Tree) -> Tree:
         evaluated[split] is samples.get(split) for split in evaluated
     ):
         changes["data.holdout"] = _HOLDOUT
-    if train["sources"] is rows and train["files"] is not None and _is_shipped(train["files"]):
-        changes["data.train.files"] = ()
     for key, value in changes.items():
         tree = merge(tree, from_override(key, value, reason))
     return tree
@@ -268,12 +271,12 @@ def describe_held_out_rows(resolved: Resolved) -> list[str]:
     origins, share = resolved.origins, resolved.recipe.data.holdout
     emptied = [split for split in ("dev", "test") if origins.get(f"data.{split}.files", "").endswith(_OWN_ROWS)]
     if (why := origins.get("data.holdout", "")).endswith(_OWN_ROWS):
-        return [f"data.holdout: {_HOLDOUT:g} for dev and as much for test ({why})"]
+        names = " and as much for ".join(resolved.recipe.data.holdout_splits)
+        return [f"data.holdout: {_HOLDOUT:g} for {names} ({why})"]
+    if emptied and (splits := resolved.recipe.data.splits_to_fill):
+        return [f"{' and '.join(splits)}: {share:g} of the training rows each are held out (data.holdout)"]
     if emptied:
-        names = " and ".join(emptied)
-        if share:
-            return [f"{names}: {share:g} of the training rows each are held out (data.holdout)"]
-        return [f"{names}: no rows to evaluate by; set data.holdout, or name data.{emptied[-1]}.files"]
+        return [f"{' and '.join(emptied)}: no rows to evaluate by; set data.holdout, or name data.{emptied[-1]}.files"]
     return []
 
 
@@ -313,27 +316,32 @@ def _origin_layer(origin: str) -> str:
 def apply_overrides(tree: Tree, overrides: Sequence[Tree]) -> Tree:
     """Return `tree` with all of `overrides` applied, later ones on top.
 
-    If they set the length of training by `train.steps` or by `train.epochs`, the other key of `tree` is dropped.
+    A key of `_REPLACED` that they set takes the place of its alternatives in `tree`, which are dropped.
     """
-    lengths = {key for override in overrides for key in _LENGTHS if _train_settings(override).get(key) is not None}
-    if len(lengths) == 1 and isinstance(tree, Branch):
-        settings = _train_settings(tree)
-        train = {name: child for name, child in settings.items() if name in lengths or name not in _LENGTHS}
-        if len(train) < len(settings):
-            block = tree.children["train"]
-            assert isinstance(block, Branch)
-            block = dataclasses.replace(block, children=train)
-            tree = dataclasses.replace(tree, children={**tree.children, "train": block})
+    if isinstance(tree, Branch):
+        for key, alternatives in _REPLACED.items():
+            if _is_set(overrides, key):
+                for other in alternatives:
+                    tree = tree if _is_set(overrides, other) else _without(tree, other.split("."))
     for override in overrides:
         tree = merge(tree, override)
     return tree
 
 
-def _train_settings(tree: Tree) -> dict[str, Tree]:
-    """Return the `train` settings of a tree, without a null length."""
-    block = tree.children.get("train") if isinstance(tree, Branch) else None
-    settings = block.children if isinstance(block, Branch) else {}
-    return {k: v for k, v in settings.items() if not (k in _LENGTHS and isinstance(v, Leaf) and v.value is None)}
+def _is_set(trees: Sequence[Tree], key: str) -> bool:
+    """Return True if one of the trees has a value other than null or an empty list for a dotted key."""
+    values = (_get_subtree(tree, *key.split(".")) for tree in trees)
+    return any(value is not None and not (isinstance(value, Items) and not value.items) for value in values)
+
+
+def _without(tree: Branch, path: Sequence[str]) -> Branch:
+    """Return the tree without the value at a path, if it has one."""
+    name, *below = path
+    child = tree.children.get(name)
+    children = {key: value for key, value in tree.children.items() if below or key != name}
+    if below and isinstance(child, Branch):
+        children[name] = _without(child, below)
+    return dataclasses.replace(tree, children=children)
 
 
 def _with_absolute_paths(recipe: Recipe) -> Recipe:

@@ -170,9 +170,9 @@ RULES: tuple[RecipeRule, ...] = (
         lambda r: r.warmup is not None and r.select is None and r.warmup.own < 1,
     ),
     RecipeRule(
-        "warmup.own: 1 reads the training rows alone and no selection; leave the `select` block out (--select null), "
-        "or take a share below 1",
-        lambda r: r.warmup is not None and r.select is not None and r.warmup.own == 1,
+        "warmup.own: 1 reads own texts alone and no selection; leave the `select` block out (--select null) but for "
+        "select.target and select.columns, or take a share below 1",
+        lambda r: r.select is not None and r.selection is None and not r.select.is_target_alone,
     ),
     RecipeRule(
         "select.from: the recipe has no `warmup` block to train on that selection; add --warmup.steps 100, or train on "

@@ -89,6 +89,11 @@ class Select:
         """Precomputed features of the user; None if an embedder makes them."""
         return self.embedder if isinstance(self.embedder, PrecomputedFeatures) else None
 
+    @property
+    def is_target_alone(self) -> bool:
+        """True for a block that names a target and its columns, and nothing that a selection needs."""
+        return self == Select(target=self.target, columns=self.columns, bad_rows=self.bad_rows)
+
 
 @dataclass(frozen=True, kw_only=True)
 class WarmUp:
@@ -107,8 +112,8 @@ class WarmUp:
     """Micro-batches of one optimizer step."""
     own: float = 0.0
     """Share of the warm-up's tokens that come from the target's own texts, without their labels
-    (`select.target.files`, else the training rows); they are repeated where they are few. 1 reads them alone, without
-    a `select` block (task-adaptive pretraining, 2004.10964)."""
+    (`select.target.files`, else the training rows); they are repeated where they are few. 1 reads them alone, and
+    the `select` block names no more than the target (task-adaptive pretraining, 2004.10964)."""
 
     def __post_init__(self) -> None:
         check_bounds(self, steps=(1, None), lr=(0, None), batch_size=(1, None), accumulate=(1, None), own=(0, 1))
@@ -382,6 +387,11 @@ class Recipe:
     comparison: Comparison | None = None
     """Methods, tasks and protocol of `flatshift compare`."""
 
+    @property
+    def selection(self) -> Select | None:
+        """The `select` block, unless it only names the own texts of a warm-up that reads nothing else."""
+        return self.select if self.warmup is None or self.warmup.own < 1 else None
+
 
 def warm_up_task(recipe: Recipe) -> tuple[LanguageModel | MaskedLM, str]:
     """Return the task of the recipe's warm-up, and the reason for it."""
@@ -459,6 +469,7 @@ _LATER: dict[tuple[str, str], Any] = {
     ("train", "deterministic"): False,
     ("task", "metrics"): (),
     ("task", "dft"): False,
+    ("data", "holdout_splits"): ("dev", "test"),
     ("columns", "messages"): "messages",
     ("columns", "tools"): "tools",
     ("columns", "system"): "system",

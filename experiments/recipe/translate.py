@@ -1,10 +1,14 @@
-"""Recipes from the YAML of axolotl and LLaMA-Factory: each of its keys becomes a setting, a note or an unknown key."""
+"""Recipes from the YAML of axolotl, LLaMA-Factory and torchtune: each of its keys becomes a setting, a note or an
+unknown key."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,14 +16,22 @@ from typing import Any
 from flatshift.experiments.recipe.build import to_python
 from flatshift.experiments.recipe.resolve import apply_overrides, recipe_tree, resolve_tree
 from flatshift.experiments.recipe.schema import Recipe
-from flatshift.experiments.recipe.tree import Branch, Leaf, Tree, dump, from_mapping, merge, parse_file
+from flatshift.experiments.recipe.tree import Branch, Items, Leaf, Tree, dump, from_mapping, merge, parse_file
 from flatshift.finetune.atomic import read_json_object
-from flatshift.finetune.data.formats import HUB
-from flatshift.finetune.errors import UserError
+from flatshift.finetune.data.files import expand_files
+from flatshift.finetune.data.formats import HUB, count_records
+from flatshift.finetune.errors import UserError, is_remote
 
 _FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".md", ".gz", ".xz", ".zst")
 _OBJECTIVES = ("dpo", "ipo", "kto", "simpo", "orpo")
 _BATCH = "train.batch_size is that of all devices together: multiply it by their number"
+_FEWER = "max_samples: data.train.first is refused above the number of rows; leave it out then"
+_ORDER = {
+    **dict.fromkeys(("num_epochs", "num_train_epochs", "epochs"), 1),
+    **dict.fromkeys(("warmup_steps", "lr_scheduler.num_warmup_steps", "evals_per_epoch", "eval_strategy"), 2),
+    **dict.fromkeys(("eval_dataset", "test_datasets", "dataset_val"), 2),
+}
+"""Rank of keys that are translated after those of training rows and batches, and of epochs."""
 
 
 @functools.cache
@@ -73,16 +85,49 @@ class _Translation:
         return None if tree is None else to_python(tree) or None
 
     @property
-    def steps(self) -> int | None:
+    def max_steps(self) -> int | None:
         """Number of steps that takes the place of epochs; None: epochs count."""
-        steps = self.value("max_steps")
+        steps, of_each = self.value("max_steps"), self.value("max_steps_per_epoch")
+        if isinstance(of_each, int):
+            steps = of_each * (self.value("epochs") or 1)
         return steps if isinstance(steps, int) and steps > 0 else None
+
+    def count_steps(self) -> int | None:
+        """Return the number of steps: that of the file, else of its epochs of rows that can be counted; else None."""
+        settings = to_python(self.settings)
+        data, train = settings["data"], settings["train"]
+        sizes = [_count_used(each) for each in data["train"].get("sources", {"": data["train"]}).values()]
+        numbers = [train[name] for name in ("epochs", "batch_size", "accumulate")]
+        is_counted = all(isinstance(number, int | float) and number > 0 for number in numbers)
+        if self.max_steps is not None or None in sizes or not is_counted or settings.get("task", {}).get("pack"):
+            return self.max_steps
+        rows = sum(size for size in sizes if size is not None)
+        rows -= round(rows * data["holdout"]) if not data["dev"]["files"] else 0
+        return math.ceil(train["epochs"] * rows / (train["batch_size"] * train["accumulate"])) or None
+
+
+def _count_used(rows: Mapping[str, Any]) -> int | None:
+    """Return the number of training rows that `files`, `first` and `limit` have; None: not known here."""
+    cap: int | None = rows.get("limit") or rows.get("first")
+    return cap or _count_rows(rows["files"])
+
+
+@dataclass(frozen=True)
+class _RowSet:
+    """Rows of one data set; `form`: rows of the same form can be read together."""
+
+    name: str
+    files: list[str]
+    form: Any = None
+    columns: dict[str, str] = field(default_factory=dict)
+    first: int | None = None
+    limit: int | None = None
 
 
 def translate_recipe(file: Path) -> Translated:
-    """Translate a YAML file of axolotl or LLaMA-Factory, known by its keys.
+    """Translate a YAML file of axolotl, LLaMA-Factory or torchtune, known by its keys.
 
-    Raises UserError with file:line for a file of neither tool, an objective that recipes lack, and a value that no
+    Raises UserError with file:line for a file of none of them, an objective that recipes lack, and a value that no
     recipe takes.
     """
     tree = parse_file(file)
@@ -92,23 +137,30 @@ def translate_recipe(file: Path) -> Translated:
         tool = "axolotl"
     elif "model_name_or_path" in tree.children:
         tool = "LLaMA-Factory"
+    elif "_component_" in getattr(tree.children.get("model"), "children", {}):
+        tool, tree = "torchtune", _flatten_components(tree)
     else:
-        raise UserError(f"{file} is neither of axolotl (no base_model) nor of LLaMA-Factory (no model_name_or_path)")
+        raise UserError(
+            f"{file} is of no known tool: axolotl's have base_model, LLaMA-Factory's model_name_or_path, torchtune's "
+            "model._component_"
+        )
     translation = _Translation(file, tree, Branch({}, str(file)), [_BATCH])
     table = _read_table()
     same = table["same"] | table[tool]["same"]
     translation.set(table["defaults"] | table[tool]["defaults"], f"{file}: {tool}'s default")
-    lengths = {"num_epochs", "num_train_epochs"}  # first: intervals of evaluation are fractions of them
-    for key, child in sorted(tree.children.items(), key=lambda item: item[0] not in lengths):
+    for key, child in sorted(tree.children.items(), key=lambda item: _ORDER.get(item[0], 0)):
         if not (isinstance(child, Leaf) and child.value in (None, "")):
             _translate_key(translation, key, child, same)
     if tool == "axolotl" and translation.value("adapter") is None:
         translation.unknown.append(f"{file}:1: adapter is not set ({table['hints']['adapter']})")
     _settle_packing(translation)
+    _settle_length(translation)
     settings = translation.settings
     base = to_python(settings)["extends"]
     resolve_tree(apply_overrides(recipe_tree(base), [settings]), (), name=file.stem)
     values = to_python(settings)
+    if "sources" in values["data"]["train"]:
+        del values["data"]["train"]["files"]
     recipe = {key.name: values[key.name] for key in dataclasses.fields(Recipe) if key.name in values}
     notes = "".join(f"# {note}\n" for note in translation.notes)
     text = f"# Translated from {file.name} of {tool}\n{notes}{dump(recipe)}"
@@ -135,7 +187,7 @@ def _translate_key(translation: _Translation, key: str, tree: Tree, same: Mappin
 
 
 def _epochs(translation: _Translation, key: str, tree: Tree) -> None:
-    if translation.steps is None:
+    if translation.max_steps is None:
         translation.set({"train.epochs": to_python(tree)}, tree.location)
     else:
         translation.notes.append(f"{key}: max_steps takes its place")
@@ -144,26 +196,25 @@ def _epochs(translation: _Translation, key: str, tree: Tree) -> None:
 def _steps(translation: _Translation, key: str, tree: Tree) -> None:
     if not isinstance(to_python(tree), int):
         translation.reject(key, tree)
-    elif translation.steps is not None:  # -1: not set
-        translation.set({"train.epochs": None, "train.steps": translation.steps}, tree.location)
+    elif translation.max_steps is not None:  # -1: not set
+        translation.set({"train.epochs": None, "train.steps": translation.max_steps}, tree.location)
 
 
 def _warmup_steps(translation: _Translation, key: str, tree: Tree) -> None:
-    warmup = to_python(tree)
+    warmup, steps = to_python(tree), translation.count_steps()
     if isinstance(warmup, int | float) and 0 <= warmup < 1:  # a fraction already
         translation.set({"optimizer.warmup": float(warmup)}, tree.location)
-    elif isinstance(warmup, int) and translation.steps is not None:
-        translation.set({"optimizer.warmup": warmup / translation.steps}, tree.location)
+    elif isinstance(warmup, int) and steps is not None and warmup <= steps:
+        translation.set({"optimizer.warmup": round(warmup / steps, 4)}, tree.location)
+        translation.notes.append(f"{key}: {warmup} of {steps} steps")
     else:
         translation.reject(key, tree)
 
 
 def _samples(translation: _Translation, key: str, tree: Tree) -> None:
-    if "," in str(translation.value("dataset")):
-        translation.reject(key, tree, "it caps each data set; set `first` of each of data.train.sources")
-        return
-    translation.set({"data.train.first": to_python(tree)}, tree.location)
-    translation.notes.append(f"{key}: data.train.first is refused above the number of rows; leave it out then")
+    if translation.value("dataset") is None or not _find_index(translation).is_file():
+        translation.set({"data.train.first": to_python(tree)}, tree.location)
+        translation.notes.append(_FEWER)
 
 
 def _settle_packing(translation: _Translation) -> None:
@@ -177,10 +228,25 @@ def _settle_packing(translation: _Translation) -> None:
         translation.set({"task.pack": True}, "LLaMA-Factory's default of stage: pt")
 
 
+def _settle_length(translation: _Translation) -> None:
+    """Replace epochs by steps where rows are mixed: sources end their epochs at different times."""
+    settings = to_python(translation.settings)
+    epochs = settings["train"]["epochs"]
+    if "sources" not in settings["data"]["train"] or epochs is None:
+        return
+    steps, location = translation.count_steps(), f"{translation.file}:1"
+    if steps is None:
+        translation.unknown.append(f"{location}: {epochs} epochs (sources of rows end none: set train.steps)")
+    else:
+        translation.notes.append(f"train.steps are {epochs} epochs of all rows")
+    translation.set({"train.epochs": None, **({} if steps is None else {"train.steps": steps})}, location)
+
+
 def _holdout(translation: _Translation, key: str, tree: Tree) -> None:
     share = to_python(tree)
     if isinstance(share, int | float) and share < 1:
-        translation.set({"data.holdout": share}, tree.location)
+        splits = {"data.holdout_splits": ["dev"]} if share else {}
+        translation.set({"data.holdout": share, **splits}, tree.location)
     else:
         translation.reject(key, tree, "data.holdout is a share of the rows")
 
@@ -193,7 +259,7 @@ def _evaluations(translation: _Translation, key: str, tree: Tree) -> None:
     else:
         epochs = to_python(translation.settings)["train"]["epochs"]
         times = 1 if count == "epoch" else count
-        is_counted = isinstance(times, int | float) and translation.steps is None
+        is_counted = isinstance(times, int | float) and translation.max_steps is None
         settings = {"train.eval_every": 1 / (times * epochs) if times * epochs > 1 else 0} if is_counted else None
     if settings is None:
         translation.reject(key, tree)
@@ -239,30 +305,44 @@ def _objective(translation: _Translation, key: str, tree: Tree) -> None:
         raise UserError(f"{tree.location}: {key} {name} has no recipe; sft, pt, {', '.join(_OBJECTIVES)} have one")
 
 
-def _datasets(translation: _Translation, key: str, tree: Tree) -> None:
-    """Set the rows of axolotl's `datasets` or `test_datasets`, and the recipe to extend by their type."""
-    names, table = list[str](), _read_table()
-    for item in getattr(tree, "items", ()):
-        known = item.children if isinstance(item, Branch) else {}
-        values = {name: to_python(child) for name, child in known.items()}
-        names += _dataset_names(values)
-        is_paired = translation.value("rl") is not None
-        types, read = table["types"], table["read"]
-        read = read | ({"type": [*types, "chat_template.default"]} if is_paired else {"field_messages": []})
-        for name, child in known.items():
-            if name in read and set(_flatten(values[name])) <= set(read[name]):
-                continue
-            if name == "type" and str(values[name]) in types:
-                translation.set({"extends": types[values[name]]}, child.location)
-            elif name == "field_messages" and is_paired:
-                translation.reject(f"{key}.{name}", child, "rename the column to prompt")
-            elif name == "field_messages":
-                translation.set({"data.columns.messages": values[name]}, child.location)
-            elif name == "field":
-                translation.set({"data.columns.text": values[name]}, child.location)
-            elif name not in ("path", "data_files", "name", "split", "ds_type") and values[name] is not None:
-                translation.reject(f"{key}.{name}", child)
-    translation.set({"data.train.files" if key == "datasets" else "data.dev.files": names}, tree.location)
+def _set_rows(translation: _Translation, key: str, tree: Tree, sets: Sequence[_RowSet]) -> None:
+    """Set training rows (`dataset`, `datasets`) or dev rows: files of one form together, else sources, weighted by
+    their numbers of rows."""
+    split = "train" if key in ("dataset", "datasets") else "dev"
+    head = dataclasses.replace(sets[0], name="", files=[])
+    are_alike = all(dataclasses.replace(each, name="", files=[]) == head for each in sets)
+    if split == "train" and len(sets) > 1 and (not are_alike or head.first or head.limit):
+        sizes = [_count_used(vars(each)) for each in sets]
+        if None in sizes:
+            hint = "set the weight of each of data.train.sources to its number of rows, which is not known here"
+            translation.reject(key, tree, hint)
+        sources = dict[str, Any]()
+        for each, size in zip(sets, sizes, strict=True):
+            values: dict[str, Any] = {"files": each.files, "weight": size, "columns": each.columns or None}
+            values |= {"first": each.first, "limit": each.limit}
+            name = each.name.replace(".", "_")
+            name = f"{name}-{len(sources) + 1}" if name in sources else name
+            sources[name] = {setting: value for setting, value in values.items() if value is not None}
+        translation.set({"data.train.sources": sources}, tree.location)
+        return
+    values = {f"data.{split}.files": [name for each in sets for name in each.files]}
+    data = to_python(translation.settings)["data"]
+    has_other_columns = "sources" not in data["train"] and data.get("columns", {}) != head.columns
+    if split == "dev" and (has_other_columns or not are_alike):
+        translation.reject(key, tree, "its columns are not those of the training rows; rename them")
+    else:
+        values |= {f"data.columns.{name}": own for name, own in head.columns.items()}
+    limits = {"first": head.first, "limit": head.limit} if split == "train" else {"limit": head.limit or head.first}
+    values |= {f"data.{split}.{name}": value for name, value in limits.items() if value is not None}
+    translation.set(values, tree.location)
+
+
+def _count_rows(files: Sequence[str]) -> int | None:
+    """Return the number of rows of local files; None for others."""
+    if not any(name.startswith(HUB) or is_remote(name) for name in files):
+        with contextlib.suppress(UserError):
+            return sum(count_records(path) for path in expand_files(files))
+    return None
 
 
 def _flatten(value: Any) -> list[Any]:
@@ -283,46 +363,199 @@ def _dataset_names(values: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _named_datasets(translation: _Translation, key: str, tree: Tree) -> None:
-    """Set the rows of LLaMA-Factory's `dataset` or `eval_dataset`: names in dataset_info.json."""
+def _find_index(translation: _Translation) -> Path:
+    """Return the path of LLaMA-Factory's dataset_info.json."""
     folder = Path(translation.value("dataset_dir") or "data")
-    folder = folder if folder.is_dir() else translation.file.parent / folder
-    index = folder / "dataset_info.json"
+    return (folder if folder.is_dir() else translation.file.parent / folder) / "dataset_info.json"
+
+
+def _named_datasets(translation: _Translation, key: str, tree: Tree) -> None:
+    """Set the rows of LLaMA-Factory's `dataset` or `eval_dataset`: names in dataset_info.json, or torchtune's."""
+    if not isinstance(tree, Leaf):
+        _listed_datasets(translation, key, tree)
+        return
+    index = _find_index(translation)
     if not index.is_file():
         translation.reject(key, tree, f"there is no {index}; name the files with --data")
         return
-    known, names = read_json_object(index), []
+    known, sets = read_json_object(index), list[_RowSet]()
     for name in (part.strip() for part in str(to_python(tree)).split(",")):
         entry = known.get(name, {})
         if "file_name" in entry:
-            names.append(str(folder / entry["file_name"]))
+            files = [str(index.parent / entry["file_name"])]
         elif "hf_hub_url" in entry:
-            names += _dataset_names(
-                {"path": entry["hf_hub_url"], "name": entry.get("subset"), "split": entry.get("split")}
-            )
+            values = {"path": entry["hf_hub_url"], "name": entry.get("subset"), "split": entry.get("split")}
+            files = _dataset_names(values)
         else:
             translation.reject(key, tree, f"{index} names no file or hub data set of {name}")
-        if "messages" in entry.get("columns", {}) and translation.value("stage") == "kto":
-            translation.reject(key, tree, f"{name}: kto reads the columns prompt, completion and label")
-        elif "columns" in entry:
-            translation.notes.append(f"{name}: columns are recognised by their names, else set data.columns")
-    translation.set({"data.train.files" if key == "dataset" else "data.dev.files": names}, tree.location)
+            continue
+        columns, problems = _read_columns(entry, is_plain=translation.value("stage") == "pt")
+        for problem in problems:
+            translation.reject(key, tree, f"{name} in {index}: {problem}")
+        first, limit = _read_caps(translation, key, tree, name, files, entry.get("num_samples"))
+        form = [entry.get("formatting"), entry.get("columns")]
+        sets.append(_RowSet(name, files, form, columns, first, limit))
+    if sets:
+        _set_rows(translation, key, tree, sets)
+
+
+def _read_columns(entry: Mapping[str, Any], *, is_plain: bool) -> tuple[dict[str, str], list[str]]:
+    """Return `data.columns` of an entry of dataset_info.json, and sentences on what has no counterpart in it."""
+    table, columns, problems = _read_table()["columns"], dict[str, str](), list[str]()
+    given, tags = dict(entry.get("columns") or {}), entry.get("tags") or {}
+    pair = [given.pop(name) for name in ("prompt", "response") if name in given]
+    if is_plain and pair:
+        columns["text"] = pair[0]
+    elif pair and pair not in table["pairs"]:
+        problems.append(f"rename its columns {' and '.join(pair)} to {' and '.join(table['pairs'][0][: len(pair)])}")
+    for name, own in given.items():
+        if own not in (table["named"].get(name), *table["known"].get(name, ())):
+            if name in table["named"]:
+                columns[table["named"][name]] = own
+            else:
+                problems.append(f"columns.{name} {own} has no counterpart")
+    for name, own in tags.items():
+        if own not in table["tags"].get(name, ()):
+            problems.append(f"tags.{name} {own} is none of {', '.join(table['tags'].get(name, ())) or 'ours'}")
+    return columns, problems
+
+
+def _read_caps(
+    translation: _Translation, key: str, tree: Tree, name: str, files: list[str], number: int | None
+) -> tuple[int | None, int | None]:
+    """Return `first` and `limit` of a data set by LLaMA-Factory's `max_samples` and `num_samples`."""
+    cap, count = translation.value("max_samples"), _count_rows(files)
+    if number is not None and count is not None and number > count:
+        translation.reject(key, tree, f"{name}: num_samples {number} is above its {count} rows, and would repeat some")
+        number = None
+    if number is not None:
+        return None, min(number, cap or number)
+    if cap is None:
+        return None, None
+    if count is None:
+        translation.notes.append(f"{name}: {_FEWER}")
+    elif cap >= count:
+        translation.notes.append(f"max_samples: {name} has {count} rows, and all are read")
+        return None, None
+    return cap, None
+
+
+def _flatten_components(tree: Branch) -> Branch:
+    """Return torchtune's settings by dotted keys, data sets as they are; `${key}` becomes the value of that key, and a
+    component its last name."""
+    children, keys = dict[str, Tree](), dict[str, str]()
+
+    def add(path: str, child: Tree, location: str) -> None:
+        if isinstance(child, Branch) and path not in ("dataset", "dataset_val", "profiler"):
+            for name, below in child.children.items():
+                add(f"{path}.{name}", below, child.keys.get(name, below.location))
+            return
+        if path.endswith("._component_") and isinstance(child, Leaf):
+            child = dataclasses.replace(child, value=str(child.value).rpartition(".")[2])
+        children[path], keys[path] = child, location
+
+    for name, child in tree.children.items():
+        add(name, child, tree.keys.get(name, child.location))
+    for path, child in children.items():
+        reference = re.fullmatch(r"\$\{([\w.]+)\}", str(child.value)) if isinstance(child, Leaf) else None
+        if reference is not None and isinstance(source := children.get(reference[1]), Leaf):
+            children[path] = dataclasses.replace(child, value=source.value)
+    return Branch(children, tree.location, keys)
+
+
+def _model(translation: _Translation, key: str, tree: Tree) -> None:
+    """Check that torchtune's model has LoRA, on 4 bits for `qlora_…`."""
+    name = str(to_python(tree))
+    if name.startswith("qlora_"):
+        translation.set({"train.quantization": "nf4-double"}, tree.location)
+    elif not name.startswith("lora_"):
+        translation.reject(key, tree)
+
+
+def _lora_modules(translation: _Translation, key: str, tree: Tree) -> None:
+    """Set the layers of adapters by torchtune's lists and switches, under the names that they have in hub files."""
+    table = _read_table()["modules"]
+    names = [table["names"].get(name, name) for name in _flatten(to_python(tree))]
+    for switch, more in table["switches"].items():
+        names += more if translation.value(switch) else []
+    if "phi" in str(translation.value("model._component_")):
+        translation.reject(key, tree, "phi's files join some of them: adapter.targets is all-linear instead")
+        translation.set({"adapter.targets": "all-linear"}, tree.location)
+    else:
+        translation.set({"adapter.targets": names}, tree.location)
+
+
+def _listed_datasets(translation: _Translation, key: str, tree: Tree) -> None:
+    """Set the rows of axolotl's `datasets` or torchtune's `dataset`, one or several, and the recipe to extend."""
+    share, is_paired = _read_holdout(translation), translation.value("rl") is not None
+    if share is not None and key == "dataset_val":
+        translation.set({"data.holdout": share, "data.holdout_splits": ["dev"]}, tree.location)
+        return
+    table = _read_table()["listed"]["axolotl" if key.endswith("datasets") else "torchtune"]
+    columns = {name: own for name, own in table["columns"].items() if not (is_paired and own == "messages")}
+    sets, bases = list[_RowSet](), list[str]()
+    for item in tree.items if isinstance(tree, Items) else (tree,):
+        known = item.children if isinstance(item, Branch) else {}
+        values = {name: to_python(child) for name, child in known.items()}
+        kind = str(values.pop(table["kind"], None)).removeprefix("torchtune.datasets.")
+        own = table["kinds"].get(kind, {})
+        if not own or "problem" in own:
+            translation.reject(f"{key}.{table['kind']}", known.get(table["kind"], item), own.get("problem"))
+        bases += [own["extends"]] if own else []
+        translation.notes += [f"{kind}: {own['note']}"] if "note" in own else []
+        own_columns = dict(own.get("columns", {}))
+        for name, value in values.items():
+            read, parts = table["read"].get(name, []), _flatten(value)
+            if name in columns:
+                own_columns[columns[name]] = value
+            elif name in table["same"]:
+                translation.set({table["same"][name]: value}, known[name].location)
+            elif name not in table["rows"] and parts not in read and not all(part in (None, *read) for part in parts):
+                translation.reject(f"{key}.{name}", known[name], table["hints"].get(name))
+        split, bracket, _ = str(values.get("split") or "train").partition("[")
+        if bracket and share is None:
+            translation.reject(f"{key}.split", known["split"], "a hub data set is read whole; data.train.first caps it")
+        path = values.get("path", values.get("source", own.get("source")))
+        if path is not None:
+            rows = {"data_files": values.get("data_files"), "path": path, "split": split}
+            files = _dataset_names(rows | {"name": values.get("name", values.get("subset"))})
+            sets.append(_RowSet(Path(files[0]).stem, files, kind, own_columns))
+    if bases and not is_paired and key in ("dataset", "datasets"):
+        base = bases[0] if len(set(bases)) == 1 else "chat"  # which reads conversations and instructions
+        translation.set({"extends": base}, tree.location)
+    if sets:
+        _set_rows(translation, key, tree, sets)
+
+
+def _read_holdout(translation: _Translation) -> float | None:
+    """Return the share of the rows that torchtune's `dataset_val` takes from the end of those of `dataset`; None if
+    they are others."""
+    train, dev = translation.value("dataset"), translation.value("dataset_val")
+    if not (isinstance(train, dict) and isinstance(dev, dict)):
+        return None
+    sources = [{name: each.get(name) for name in ("_component_", "source", "data_files")} for each in (train, dev)]
+    begin = re.fullmatch(r"(\w+)\[:(\d+)%\]", str(train.get("split")))
+    if begin is None or sources[0] != sources[1] or dev.get("split") != f"{begin[1]}[{begin[2]}%:]":
+        return None
+    return round(1 - int(begin[2]) / 100, 2)
 
 
 _SPECIAL: dict[str, Callable[[_Translation, str, Tree], None]] = {
-    **dict.fromkeys(("num_epochs", "num_train_epochs"), _epochs),
+    **dict.fromkeys(("num_epochs", "num_train_epochs", "epochs"), _epochs),
     **dict.fromkeys(("evals_per_epoch", "eval_strategy"), _evaluations),
     **dict.fromkeys(("adam_beta1", "adam_beta2"), _betas),
     **dict.fromkeys(("lora_target_modules", "lora_target", "additional_target"), _modules),
     **dict.fromkeys(("rl", "stage"), _objective),
-    **dict.fromkeys(("datasets", "test_datasets"), _datasets),
+    **dict.fromkeys(("datasets", "test_datasets", "dataset_val"), _listed_datasets),
     **dict.fromkeys(("dataset", "eval_dataset"), _named_datasets),
     "max_samples": _samples,
-    "max_steps": _steps,
-    "warmup_steps": _warmup_steps,
+    **dict.fromkeys(("max_steps", "max_steps_per_epoch"), _steps),
+    **dict.fromkeys(("warmup_steps", "lr_scheduler.num_warmup_steps"), _warmup_steps),
     **dict.fromkeys(("val_set_size", "val_size"), _holdout),
-    "max_grad_norm": _clip,
+    **dict.fromkeys(("max_grad_norm", "clip_grad_norm"), _clip),
     "neftune_noise_alpha": _noise,
     "wandb_project": _wandb,
+    "model._component_": _model,
+    "model.lora_attn_modules": _lora_modules,
 }
 """Keys that need more than a new name."""

@@ -16,7 +16,7 @@ from typing import Any
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.launch.spawn import THREAD_VARIABLES
 
-_CONNECT_S = 10.0
+_CONNECT_S = 4.0
 
 
 def require_ray() -> Any:
@@ -107,7 +107,7 @@ def count_room(ray: Any, needs: Mapping[str, float], subject: str) -> list[int]:
 
 def _describe(resources: Mapping[str, float]) -> str:
     words = [
-        f"{amount / 2**30:.1f} GiB of memory" if name == "memory" else f"{amount:g} {name}s"
+        f"{amount / 2**30:.1f} GiB of memory" if name == "memory" else f"{amount:g} {name}{'s' * (amount != 1)}"
         for name, amount in resources.items()
     ]
     return " and ".join(words)

@@ -43,16 +43,17 @@ def read_target(recipe: Recipe, console: Console) -> tuple[Records, list[Row]]:
     held_out: list[Row] = []
     if data.holdout and not data.train.all_files:
         keys = RowKeys()
+        splits = [split for split in SPLITS[1:] if split in data.holdout_splits]
         for row in records.rows:
             keys.add(row, spec.columns)
-        cut = cut_documents(records.rows, data.holdout, SPLITS[1:]) if recipe.task.traits.reads_documents else None
+        cut = cut_documents(records.rows, data.holdout, splits) if recipe.task.traits.reads_documents else None
         if cut is not None:
-            held_out = [row for split in SPLITS[1:] for row in cut[split]]
+            held_out = [row for split in splits for row in cut[split]]
             records = replace(records, rows=cut["train"])
             console.say(f"target: {describe_cut(cut, data.holdout)}")
         else:
             try:
-                training, _ = split_holdout(keys, data.holdout)
+                training, _ = split_holdout(keys, data.holdout, splits)
             except UserError:  # nor would a run train on so few
                 training = np.arange(len(keys))
             held_out = [records.rows[i] for i in np.setdiff1d(np.arange(len(keys)), training).tolist()]
@@ -121,7 +122,7 @@ def _key_columns(columns: Columns) -> list[str]:
 
 
 def _held_out_share(data: Data) -> float:
-    return data.holdout * sum(not split.files for split in (data.dev, data.test))
+    return data.holdout * len(data.splits_to_fill)
 
 
 def _file_digests(files: Iterable[str]) -> list[str]:

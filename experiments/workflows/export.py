@@ -35,6 +35,7 @@ from flatshift.experiments.workflows.folder_check import (
     Folder,
     compare_folder,
     compute_expected,
+    judge_difference,
     save_generation_settings,
     save_tokenizer,
     set_end_tokens,
@@ -194,8 +195,8 @@ def merge_run(path: Path, out: Path, *, dtype: Dtype = "auto") -> dict[str, Any]
     Returns the content of `merge.json` in `out`: `dtype`, `quantization`; `rounding`, by dtype the `largest` distance
     |round(W + sBA) − (W + sBA)| of any merged weight and the largest `relative` to its row's largest value;
     `largest_rounding`, the relative distance found in the rows that were read back; the result of
-    `folder_check.compare_folder`; `tokenized_rows`, the number of rows of the run that the saved tokenizer was compared
-    on; `adapter_sha256`.
+    `folder_check.compare_folder` and its `judgement`; `tokenized_rows`, the number of rows of the run that the saved
+    tokenizer was compared on; `adapter_sha256`.
     Raises UserError if `path` is no finished run, `out` is not empty or in use, the backbone changed or its weights are
     quantised in its own files, the adapter cannot be merged, plain transformers answers differently from the run, or
     the saved tokenizer gives other tokens than training.
@@ -240,6 +241,7 @@ def merge_into(folder: Path, run: ExportedRun, expected: ExpectedAnswers, dtype:
         "quantization": run.recipe.train.quantization,
         "rounding": merged.rounding,
         **comparison,
+        "judgement": judge_difference(merged.dtype, comparison),
         "largest_rounding": merged.largest_rounding,
         "tokenized_rows": merged.tokenized_rows,
         "adapter_sha256": adapter_digest(run.path),

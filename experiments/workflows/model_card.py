@@ -223,8 +223,8 @@ def _format_settings(recipe: Recipe) -> str:
     }
     if recipe.warmup is not None:
         parts["warmup"] = dataclasses.asdict(recipe.warmup)
-    if recipe.select is not None:
-        parts["select"] = {"budget": recipe.select.budget, "method": recipe.select.method.kind}
+    if (selection := recipe.selection) is not None:
+        parts["select"] = {"budget": selection.budget, "method": selection.method.kind}
     mesh = {name: size for name, size in dataclasses.asdict(recipe.mesh).items() if isinstance(size, int) and size > 1}
     if recipe.mesh.size > 1:
         parts["mesh"] = mesh

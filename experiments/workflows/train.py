@@ -259,7 +259,7 @@ def execute_parts(context: RunContext, prepared: PreparedData) -> dict[str, Any]
     context.console.outline(format_data_checks(prepared), format_data_checks(prepared, whole=True))
     previous = None
     if recipe.warmup is not None:
-        if recipe.select is not None:
+        if recipe.selection is not None:
             _select(context)
         previous = _warm_up(context)
     plan = StagePlan(FINE_TUNE, recipe.task, prepared, recipe.optimizer, recipe.train, previous)
@@ -304,9 +304,9 @@ def _warm_up(context: RunContext) -> Path:
     context.console.say(f"warm-up: {task.kind}, {reason}")
     check_settings(RuleSettings(recipe.mesh, recipe.train, recipe.adapter, task))
     columns, files = recipe.data.columns, []
-    if recipe.select is not None:
+    if (selection := recipe.selection) is not None:
         check_files(folder)
-        columns, files = recipe.select.columns, [str(folder / "selected.jsonl")]
+        columns, files = selection.columns, [str(folder / "selected.jsonl")]
     own = _read_own_texts(recipe, context.console) if warmup.own else ()
     plan = StagePlan(
         name=WARM_UP,

@@ -6,6 +6,7 @@ order of construction, on the layout over a mesh or on global state.
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..atomic import atomic_directory
+from ..atomic import atomic_directory, write_json
 from ..compute.capabilities import preserve_rng_state
 from ..compute.protocols import TraitsTask
 from ..config import Adapter
@@ -38,7 +39,7 @@ from .offsets import (
     saved_config,
     split_offsets,
 )
-from .saved import SavedAdapter
+from .saved import SETTINGS, SavedAdapter
 from .settings import adapts_head, check_patterns, lora_config, saved_as_parameters, with_saved_ranks
 from .soft_tokens import attach_soft_tokens, check_projector, read_projector, write_projector
 
@@ -290,6 +291,9 @@ def write_adapter(model: PeftModel, tensors: Mapping[str, torch.Tensor], directo
 
 
 def _check_written(temporary: Path, tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
+    settings = json.loads((temporary / SETTINGS).read_text(encoding="utf-8"))
+    if isinstance(targets := settings.get("target_modules"), list):  # a set, in another order in every process
+        write_json(temporary / SETTINGS, settings | {"target_modules": sorted(targets)})
     check_saved(_read_tensors(temporary), tensors)
     _require_finite(tensors, str(directory), "the adapter is not saved; take a smaller optimizer.lr")
 

@@ -16,7 +16,8 @@ class Files:
     files: tuple[str, ...] = ()
     """Paths, globs (sorted), `sample:NAME` for a file shipped with Flatshift, or `hub:NAME[CONFIG]@REVISION:SPLIT`."""
     limit: int | None = None
-    """Use this many examples: the first of a shuffle keyed by `train.seed`, so larger limits contain smaller ones."""
+    """Use this many examples, and refuse fewer: the first of a shuffle keyed by `train.seed`, so larger limits contain
+    smaller ones."""
 
     def __post_init__(self) -> None:
         check_bounds(self, limit=(1, None))
@@ -52,7 +53,7 @@ class Source:
     """Share of the training examples (`weigh: tokens`: of their tokens), relative to the weights of the other sources;
     0: not read."""
     first: int | None = None
-    """Read at most this many rows; null: all."""
+    """Read this many rows from the beginning, and refuse fewer; null: all."""
     limit: int | None = None
     """Use this many of the rows, as `data.train.limit`."""
     when_over: Literal["repeat", "refuse"] = "repeat"
@@ -69,7 +70,7 @@ class TrainFiles(Files):
     """Training examples: from `files`, or from several sources mixed by weight."""
 
     first: int | None = None
-    """Read at most this many rows (of a hub stream: fetch no more); null: all."""
+    """Read this many rows from the beginning, and refuse fewer (of a hub stream: fetch no more); null: all."""
     sources: dict[str, Source] | None = None
     """Name → source, instead of `files`: examples are interleaved in proportion to the weights, to within one example
     in every prefix of the run."""
@@ -152,13 +153,15 @@ class Data:
     columns: Columns = field(default_factory=Columns)
     """Column names."""
     holdout: float = 0.0
-    """Share of the training rows set apart as test rows, and as many again as dev rows, where those name no files;
-    one row each at least. Copies of one text (after NFKC, blanks folded) go to one side, and classes keep their
-    shares. Of documents too few for that, the end of each is set apart. The draw does not depend on `train.seed`, so
-    every seed is evaluated on the same rows. In a selection that names no training rows: of the target's files, so that
-    its target is what a run on the same files trains on. It is 0.1 where training rows of your own take the place of
-    a shipped recipe's sample, whose dev and test sets then do not apply, unless dev, test or this is named; so it is
-    for a target of your own."""
+    """Share of the training rows set apart as test rows, and as many again as dev rows, where those name no files
+    (`holdout_splits: [dev]`: as dev rows only); one row each at least. Copies of one text (after NFKC, blanks folded)
+    go to one side, and classes keep their shares. Of documents too few for that, the end of each is set apart. The draw
+    does not depend on `train.seed`, so every seed is evaluated on the same rows. In a selection that names no training
+    rows: of the target's files, so that its target is what a run on the same files trains on. It is 0.1 where training
+    rows of your own take the place of a shipped recipe's sample, whose dev and test sets then do not apply, unless dev,
+    test or this is named; so it is for a target of your own."""
+    holdout_splits: tuple[Literal["dev", "test"], ...] = ("dev", "test")
+    """Splits that `holdout` sets rows apart for, unless they name files."""
     label_noise: float = 0.0
     """Share of training examples given a wrong label, drawn by seed and written to `label_noise.json`; larger shares
     contain smaller ones. The draw is over all training examples before any limit: an example that is wrong under one
@@ -180,3 +183,11 @@ class Data:
                 f"holdout {self.holdout:g} would set nothing apart: dev and test name files; set it to 0, or clear "
                 f"one of them: --data.test.files '[]'"
             )
+        if self.holdout and not self.splits_to_fill:
+            raise ValueError("holdout_splits names no split without files; name dev or test, or set holdout to 0")
+
+    @property
+    def splits_to_fill(self) -> tuple[Literal["dev", "test"], ...]:
+        """Splits that `holdout` sets rows apart for: those of `holdout_splits` without files; none if it is 0."""
+        files = {"dev": self.dev.files, "test": self.test.files}
+        return tuple(split for split in files if split in self.holdout_splits and self.holdout and not files[split])

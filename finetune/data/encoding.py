@@ -26,7 +26,7 @@ from .example import EncodedRows as EncodedRows
 from .example import Example as Example
 from .example import LossCounts, add_features
 from .labels import Units
-from .rows import PAIRS, PROMPTS, SHARED, Row
+from .rows import PAIRS, PROMPTS, SHARED, TURNS_WITH_LABEL, Row
 from .template import Template, truncate_longest_first
 
 if TYPE_CHECKING:
@@ -472,6 +472,8 @@ def describe_prompt_form(form: str) -> str:
         return f"prompt and completion are the columns {form}"
     if form == SHARED:
         return f"prompts are {SHARED}"
+    if form == TURNS_WITH_LABEL:
+        return "the last turn of each conversation is its answer, and the turns before are its prompt"
     return f"prompts read from {form}'s columns: {', '.join(PROMPTS[form])}"
 
 

@@ -57,6 +57,8 @@ PAIRS = {
 }
 """Columns of other formats that stand for `prompt` and `completion`; `input` or `context` is appended to an
 instruction."""
+TURNS_WITH_LABEL = "turns with a label"
+"""Form of single answers that are the last turn of a conversation."""
 SHARED = "what both answers begin with"
 """Form of pairs without a prompt column."""
 
@@ -65,6 +67,8 @@ def form_columns(form: str, *, turns: bool) -> tuple[str, ...]:
     """Return the columns from which `messages` (turns), or else `prompt` and `completion`, are read in this form."""
     if turns:
         return FORMS.get(form, ())
+    if form == TURNS_WITH_LABEL:
+        return ("messages", "conversations")
     beside = ("input", "context") if form.startswith("instruction") else ()
     return (*PROMPTS.get(form, ()), *PAIRS.get(form, ()), *beside)
 
@@ -85,8 +89,8 @@ class Row:
     """0-based position among all records of all files, including bad ones: the row in the user's own feature arrays."""
     nulls: int = 0
     form: str = ""
-    """Source of `messages` or `prompt` if the record has no such column: a key of `FORMS`, `PROMPTS` or `PAIRS`, or
-    `SHARED`."""
+    """Source of `messages` or `prompt` if the record has no such column: a key of `FORMS`, `PROMPTS` or `PAIRS`,
+    `TURNS_WITH_LABEL` or `SHARED`."""
 
 
 def canonical_label(value: Any) -> str:
@@ -238,7 +242,7 @@ class _ColumnMapper:
             else:
                 values[name] = value
         if "prompt" in self.required:
-            values |= self._convert_prompt(values)
+            values |= self._convert_turns_with_label(record.values, values) or self._convert_prompt(values)
         for name in self.required:
             if values.get(name) is None:
                 raise ValueError(self._describe_missing(name, self.names.get(name, name), record.values))
@@ -280,9 +284,8 @@ class _ColumnMapper:
         if self._first_row:
             self.form, self._first_row = form, False
         elif form != self.form:
-            raise ValueError(
-                f"a row with {columns[form]!r}, and those before have {columns[self.form]!r}; give files of one form"
-            )
+            before = columns.get(self.form, "prompt")
+            raise ValueError(f"a row with {columns[form]!r}, and those before have {before!r}; give files of one form")
 
     def _convert_prompt(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return `prompt`, `chosen` and `rejected` of a record of pairs in a form of `PROMPTS`, or `prompt` and
@@ -308,6 +311,17 @@ class _ColumnMapper:
         if not system:
             return {"prompt": question}
         return {"prompt": [{"role": "system", "content": system[0]}, {"role": "user", "content": question}]}
+
+    def _convert_turns_with_label(self, record: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+        """Return `prompt` and `completion` of a conversation with a label, whose last turn is the answer; else
+        nothing."""
+        turns = values.get("messages") or values.get("conversations")
+        if record.get(self.names["label"]) is None or {"completion", "chosen"} & {*self.required, *values}:
+            return {}
+        if "prompt" in values or not isinstance(turns, list) or not turns or not _is_answer(turns[-1]):
+            return {}
+        self._check_form(TURNS_WITH_LABEL, {TURNS_WITH_LABEL: "messages"})
+        return {"prompt": turns[:-1], "completion": turns[-1]}
 
     def _convert_completion(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return `prompt`, and `completion` if there is one, of a record that has other columns for them."""

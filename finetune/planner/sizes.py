@@ -293,6 +293,10 @@ def _sizes_from_config(config: dict[str, Any], adapter: Adapter, context: str) -
     if missing:
         raise UserError(f"{context}: config.json lacks {missing[0]}, and a default would be a guess; write it there")
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    head = model.get_output_embeddings()
+    is_tied = head is not None and head.weight is model.get_input_embeddings().weight
+    if is_tied and config.get("tie_word_embeddings") is False:  # T5's configuration ties them whatever the file says
+        shapes["lm_head.weight"] = tuple(head.weight.shape)
     return BackboneSizes.of(config_object.to_dict() | config, shapes, adapter)
 
 

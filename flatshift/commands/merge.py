@@ -24,7 +24,7 @@ class Flags:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of the written weights. auto: the backbone's own."""
     json: bool = False
-    """Print dtype, rounding and logit difference as JSON (the contents of merge.json)."""
+    """Print dtype, rounding, logit difference and its judgement as JSON (the contents of merge.json)."""
 
 
 def run(argv: list[str]) -> int:
@@ -44,6 +44,7 @@ def run(argv: list[str]) -> int:
         )
     for line in comparison_lines(result):
         print(line)
+    print(result["judgement"])
     if result["other_labels"]:
         print(f"{result['other_labels']} of these rows get another label by rounding; --dtype float32 keeps them all")
     if result["tokenized_rows"]:

@@ -20,8 +20,8 @@ from flatshift.finetune.lock import exclusive_lock
 
 @dataclass(frozen=True)
 class Flags:
-    """List, show or copy the shipped recipes and those of the gallery; or translate the YAML of axolotl or
-    LLaMA-Factory, with exit code 1 if it has keys that no recipe has."""
+    """List, show or copy the shipped recipes and those of the gallery; or translate the YAML of axolotl,
+    LLaMA-Factory or torchtune, with exit code 1 if it has keys that no recipe has."""
 
     action: Positional[Literal["list", "show", "copy", "from"]] = "list"
     """Action to perform."""
@@ -46,7 +46,8 @@ def run(argv: list[str]) -> int:
         print_result(entries, "\n".join(_list_lines(entries)), as_json=flags.json)
         return 0
     if flags.name is None:
-        wanted = "FILE of axolotl or LLaMA-Factory" if flags.action == "from" else "NAME of `flatshift recipes`"
+        tools = "axolotl, LLaMA-Factory or torchtune"
+        wanted = f"FILE of {tools}" if flags.action == "from" else "NAME of `flatshift recipes`"
         raise UserError(f"recipes {flags.action} needs a {wanted}")
     if flags.action == "from":
         return _translate(flags, Path(flags.name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from benchmarks import encoder_study
 from benchmarks._harness import Benchmark
-from benchmarks.encoder_study import ARMS, RECIPE, SETTINGS, TRIALS, zero_shot
+from benchmarks.encoder_study import RECIPE, SETTINGS, TRIALS, WITHOUT_LABELS, arms, over_targets, splits, zero_shot
 from benchmarks.first_study import tune
 from flatshift.experiments.recipe import from_override
 from flatshift.experiments.run.console import Console
@@ -22,6 +23,7 @@ def test_arms_get_equal_trials_which_see_no_test_rows(tmp_path: Path, monkeypatc
     rows.write_text(json.dumps({"text": "one", "label": "a"}) + "\n", encoding="utf-8")
     own = {f"data.{split}.files": (str(rows),) for split in ("train", "dev", "test")}
     own |= {"select.pool.files": (str(rows),), "backbone": "flatshift-encoder-3m"}
+    study = arms(rows)
     tried: list = []
     monkeypatch.setattr("benchmarks.first_study.run_cells", lambda out, cells, *a, **k: tried.extend(cells))
     monkeypatch.setattr(
@@ -29,12 +31,15 @@ def test_arms_get_equal_trials_which_see_no_test_rows(tmp_path: Path, monkeypatc
         lambda out, cell: {"metrics": {"dev": {"loss": {"value": cell.resolved.recipe.optimizer.lr}}}},
     )
     overrides = [from_override(key, value) for key, value in {**SETTINGS, **own}.items()]
-    settings, tuned = tune(RECIPE, tmp_path, overrides, TRIALS, 1, Console(quiet=True), ARMS)
-    assert set(settings) == set(ARMS) and {one["trials"] for one in tuned.values()} == {4}
+    settings, tuned = tune(RECIPE, tmp_path, overrides, TRIALS, 1, Console(quiet=True), study)
+    assert set(settings) == set(study) and {one["trials"] for one in tuned.values()} == {4}
     recipes = [cell.resolved.recipe for cell in tried]
-    assert len(recipes) == 4 * len(ARMS) and not any(recipe.data.test.files for recipe in recipes)
-    methods = [recipe.select.method.kind for recipe in recipes if recipe.select is not None]
-    assert {kind: methods.count(kind) for kind in methods} == {"random": 4, "gotd": 4, "moore-lewis": 4}
+    assert len(recipes) == 4 * len(study) and not any(recipe.data.test.files for recipe in recipes)
+    methods = [recipe.selection.method.kind for recipe in recipes if recipe.selection is not None]
+    once = dict.fromkeys(("random", "gotd", "dsir", "moore-lewis"), 4)
+    assert {kind: methods.count(kind) for kind in methods} == {**once, "cynical": 8}
+    shares = [recipe.warmup.own for recipe in recipes if recipe.warmup is not None]
+    assert {share: shares.count(share) for share in shares} == {0: 20, 1: 4, 0.5: 4}
     assert all((recipe.warmup is None) == (recipe.select is None) for recipe in recipes)
     warmed = [recipe.warmup for recipe in recipes if recipe.warmup is not None]
     assert all(isinstance(one.task, MaskedLM) for one in warmed)
@@ -56,9 +61,61 @@ def test_without_labels_a_text_goes_to_the_nearest_name(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(encoder_study, "embedder", embedder)
     monkeypatch.setattr(encoder_study, "warmed_up", lambda out, cell: out / cell)
-    cells = [{"warmup": a.warmup, "seed": s, "cell": f"{a.warmup}-seed-{s}"} for a in ARMS for s in (0, 1)]
+    cells = [{"warmup": a.warmup, "seed": s, "cell": f"{a.warmup}-seed-{s}"} for a in arms() for s in (0, 1)]
     bench = Benchmark("encoder_study")
     zero_shot(bench, "agnews", {"cells": cells}, test)
     cold, *warmed = bench.rows
-    assert cold["ours"] == 0.75 and "0.750" in cold["reason"] and asked[0] is None and len(asked) == 7
-    assert [row["difference"]["mean"] for row in warmed] == [pytest.approx(((0.75 - 0.75) + (0.25 - 0.75)) / 2)] * 3
+    assert (
+        cold["ours"] == 0.75
+        and "0.750" in cold["reason"]
+        and asked[0] is None
+        and len(asked) == 1 + 2 * len(WITHOUT_LABELS)
+    )
+    assert [row["difference"]["mean"] for row in warmed] == [pytest.approx(((0.75 - 0.75) + (0.25 - 0.75)) / 2)] * len(
+        WITHOUT_LABELS
+    )
+
+
+def test_splits_share_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until 27 November 2026 all three files held the test rows."""
+    monkeypatch.setattr(encoder_study, "WORK", tmp_path / "work")
+    for name, marks in (("agnews", ("train", "dev", "test")), ("trec", ("train", "test")), ("sst2", ("train", "dev"))):
+        file = tmp_path / "tasks" / f"{encoder_study.TARGETS[name][0]}.jsonl.xz"
+        file.parent.mkdir(exist_ok=True)
+        rows = [{"text": f"{mark} {i}", "label": "a", "split": mark} for mark in marks for i in range(600)]
+        with lzma.open(file, "wt", encoding="utf-8") as stream:
+            stream.writelines(json.dumps(row) + "\n" for row in rows)
+        texts = {
+            split: [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
+            for split, path in splits(name, tmp_path).items()
+        }
+        assert texts["test"] == [row["text"] for row in rows if row["split"] == marks[-1]]
+        assert not set(texts["train"]) & set(texts["dev"]) and all(t.startswith("train") for t in texts["train"])
+        assert len(texts["train"]) + len(texts["dev"]) == sum(row["split"] != marks[-1] for row in rows)
+
+
+def test_an_interval_over_targets_holds_their_means(tmp_path: Path) -> None:
+    documents = {
+        target: {
+            "floor": 0.3,
+            "cells": [
+                {"warmup": arm, "seed": seed, "metrics": {"accuracy": 0.5 + gain * (arm == "own") + 0.01 * seed}}
+                for arm in ("cold", "own")
+                for seed in (1, 0)
+            ],
+        }
+        for target, gain in (("a", 0.1), ("b", 0.3), ("c", 0.2))
+    }
+    bench = Benchmark("encoder_study")
+    over_targets(bench, documents, "accuracy", "own", "cold")
+    (row,) = bench.rows
+    half = 4.302653 * 0.1 / 3**0.5  # t(.975, 2) times the standard error of .1, .3, .2
+    assert row["difference"]["mean"] == pytest.approx(0.2)
+    assert row["difference"]["low"] == pytest.approx(0.2 - half) and row["difference"]["high"] == pytest.approx(
+        0.2 + half
+    )
+    documents["c"]["floor"] = 0.5
+    over_targets(bench, documents, "accuracy", "own", "cold")
+    assert bench.rows[1]["ours"] == pytest.approx(0.705), "a and b: on c the cold arm is at its floor"
+    over_targets(bench, {"a": documents["a"]}, "accuracy", "own", "cold")
+    assert len(bench.rows) == 2, "one target has no interval"

@@ -57,7 +57,12 @@ def test_the_recipe_encoder_warmup(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("share", "block"), [(0.5, {"select.budget": 30, "select.pool.limit": 400}), (1, {"select": "null"})]
+    ("share", "block"),
+    [
+        (0.5, {"select.budget": 30, "select.pool.limit": 400}),
+        (1, {"select": "null"}),
+        (1, {"select": "null", "select.target.files": "sample:scicite/train", "select.target.limit": 50}),
+    ],
 )
 def test_a_warm_up_on_own_texts(share: float, block: dict, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """As many tokens as its share whatever the number of texts, and the same bits by the same command."""
@@ -66,7 +71,8 @@ def test_a_warm_up_on_own_texts(share: float, block: dict, tmp_path: Path, capsy
     assert run([*words, "--out", str(tmp_path / "run")]) == 0
     said = (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
     if share == 1:
-        assert "40 rows" in said and not (tmp_path / "run" / "selection").exists()
+        rows = block.get("select.target.limit", LIMITS["data.train.limit"])
+        assert f"{rows} rows" in said and not (tmp_path / "run" / "selection").exists()
     else:
         assert (
             "source selected: 50.0% of tokens, 30 samples" in said and "source own: 50.0% of tokens, 40 samples" in said
@@ -82,6 +88,10 @@ def test_a_warm_up_on_own_texts(share: float, block: dict, tmp_path: Path, capsy
     ("words", "sentence"),
     [
         (["--warmup.own", "1"], "leave the `select` block out (--select null)"),
+        (
+            ["--warmup.own", "1", "--select", "null", "--select.budget", "30"],
+            "but for select.target and select.columns",
+        ),
         (["--select", "null"], "own texts alone with warmup.own: 1"),
         (["--warmup.own", "1.5"], "own"),
     ],

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from flatshift.cli import run
 from flatshift.experiments.recipe import resume_recipe
+from flatshift.experiments.workflows import folder_check
 from flatshift.experiments.workflows.build import load_model
 from flatshift.experiments.workflows.folder_check import to_single_float32_process
 from flatshift.experiments.workflows.model_card import _format_settings, format_code_block, format_code_span
@@ -207,7 +208,7 @@ def test_a_classifier_writes_nothing(classes: Path, tmp_path: Path, capsys) -> N
 # --------------------------------------------------------------------------------------------- merge
 
 
-def test_a_merge_reports_and_writes_its_rounding(written: Path, tmp_path: Path, capsys) -> None:
+def test_a_merge_reports_and_writes_its_rounding(written: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     out = tmp_path / "merged"
     capsys.readouterr()
     assert run(["merge", str(written), "--out", str(out), "--json"]) == 0
@@ -235,6 +236,15 @@ def test_a_merge_reports_and_writes_its_rounding(written: Path, tmp_path: Path, 
     assert "rounding to bfloat16 moved merged weights by at most" in said
     assert re.search(r"in plain transformers logits differ from backbone \+ adapter by at most [\d.e-]+ \(", said)
     assert re.search(r"it answers 2 prompts as the run does.*, and stops at '<eos>'$", said, flags=re.M)
+    share = stored["max_logit_difference"] / stored["largest_logit"]
+    same = f"the likeliest token is the same at {stored['same_tokens']} of {stored['places']} places"
+    usual = f"usual for bfloat16: {share:.2g} of the largest logit, where rounding gives up to 0.03; {same}"
+    assert stored["judgement"] == usual and usual in said.splitlines() and 0 < share <= 0.03
+    monkeypatch.setitem(folder_check.USUAL_DIFFERENCE, "bfloat16", share / 2)
+    assert run(["merge", str(written), "--out", str(tmp_path / "far"), "--json"]) == 0
+    judgement = json.loads(capsys.readouterr().out)["judgement"]
+    assert judgement.startswith(f"more than usual for bfloat16: {share:.2g} of the largest logit")
+    assert judgement.endswith(f"{same}; evaluate the merged model before you use it, or merge with --dtype float32")
 
 
 def test_a_merge_needs_no_data(written: Path, classes: Path, rows: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -70,6 +71,56 @@ def test_so_does_every_layer_that_can_name_them(rows: str, tmp_path: Path) -> No
         "extends: classify\ndata: {train: {files: [a]}, dev: {files: [b]}, test: {files: [c]}}\n", encoding="utf-8"
     )
     assert judged(str(mine)) == (1, 1, 0), "what the user's own recipe names stays beside other rows"
+
+
+@pytest.mark.parametrize("base", ["classify", "theirs.yaml"])
+def test_files_and_sources_take_the_place_of_those_of_the_base_recipe(
+    base: str, rows: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a shipped recipe, and of one with a limit and files of its own to evaluate by."""
+    theirs = "data: {train: {files: [a.jsonl], limit: 9}, dev: {files: [b.jsonl]}, test: {files: [c.jsonl]}}\n"
+    (tmp_path / "theirs.yaml").write_text(f"extends: classify\n{theirs}", encoding="utf-8")
+    mine = "extends: {}\ndata: {{train: {{sources: {{a: {{files: [rows.jsonl]}}}}}}, "
+    mine += "dev: {{files: []}}, test: {{files: []}}}}\n"
+    (tmp_path / "mine.yaml").write_text(mine.format(base), encoding="utf-8")
+    train = load_recipe("mine.yaml").recipe.data.train
+    assert (train.files, train.limit, list(train.sources or ())) == ((), None, ["a"])
+    assert run(["train", "mine.yaml", "--train.epochs", "null", *FAST, "--out", "mixed"]) == 0
+    assert [each["name"] for each in json.loads(Path("mixed/manifest.json").read_text())["sources"]] == ["a"]
+    assert run(["train", "mine.yaml", "--data", rows, "--train.epochs", "null", *FAST, "--out", "plain"]) == 0
+    assert resume_recipe(Path("plain")).recipe.data.train.sources is None
+    capsys.readouterr()
+    both = "extends: classify\ndata: {train: {files: [rows.jsonl], sources: {a: {files: [rows.jsonl]}}}}\n"
+    (tmp_path / "mine.yaml").write_text(both, encoding="utf-8")
+    assert run(["train", "mine.yaml", *FAST, "--out", "both"]) == 2
+    assert "sources and data.train.files cannot both be set" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["first", "limit"])
+def test_more_rows_than_there_are_is_refused(name: str, rows: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the 60 rows, 48 are not held out."""
+    words = ["train", "classify", "--data", rows, *FAST, "--out", "run"]
+    assert run([*words, f"--data.train.{name}", "61"]) == 2
+    assert re.search(rf"data\.train\.{name}: 61 (rows are asked for|is above the 48 rows)", capsys.readouterr().err)
+    assert run([*words, f"--data.train.{name}", "48"]) == 0
+    assert f"epochs of {48 if name == 'limit' else 38} rows" in capsys.readouterr().err
+
+
+def test_rows_are_held_out_for_dev_alone(rows: str, capsys: pytest.CaptureFixture[str]) -> None:
+    held_out = ["--data.holdout_splits", "[dev]"]
+    assert run(["train", "classify", "--data", rows, *FAST, *held_out, "--out", "run"]) == 0
+    assert "data.holdout: 0.1 for dev (" in capsys.readouterr().err
+    assert json.loads(Path("run/eval.json").read_text()).keys() == {"dev"}
+    both, alone = (
+        read_splits(load_recipe("classify", [from_override("data.train.files", rows), *more]).recipe)
+        for more in ([], [from_override("data.holdout_splits", "[dev]")])
+    )
+    assert (len(both.dev), len(both.test), len(alone.dev), len(alone.test)) == (6, 6, 6, 0)
+    assert {row.id for row in alone.dev} <= {row.id for row in (*both.dev, *both.test)}
+    words = ["train", "classify", "--data", rows, "--data.holdout", "0.2", "--data.holdout_splits"]
+    assert run([*words, "[test]", "--data.test.files", rows, "--out", "no"]) == 2
+    assert "holdout_splits names no split without files; name dev or test" in capsys.readouterr().err
+    assert run([*words, "[train]", "--out", "no"]) == 2
 
 
 def test_a_tenth_is_held_out_by_class_and_the_run_says_so(

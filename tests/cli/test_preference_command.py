@@ -94,6 +94,20 @@ def test_a_run_prefers_and_says_so_of_every_row(tmp_path: Path) -> None:
 
 
 SINGLES = [{"prompt": f"Is it {i}?", "completion": f" It is {i}.", "label": bool(i % 2)} for i in range(16)]
+LABELLED = [
+    {
+        "messages": [{"role": "user", "content": f"Is it {i}?"}, {"role": "assistant", "content": f"It is {i}."}],
+        "label": bool(i % 2),
+    }
+    for i in range(16)
+]
+SHAREGPT = [
+    {
+        "conversations": [{"from": "human", "value": f"Is it {i}?"}, {"from": "gpt", "value": f"It is {i}."}],
+        "label": bool(i % 2),
+    }
+    for i in range(16)
+]
 PAIRS = [{"prompt": f"Is it {i}?", "chosen": f" It is {i}.", "rejected": " No."} for i in range(16)]
 
 
@@ -104,18 +118,21 @@ PAIRS = [{"prompt": f"Is it {i}?", "chosen": f" It is {i}.", "rejected": " No."}
         pytest.param(PAIRS, "pairs of answers", {"chosen_reward", "preferred"}, marks=pytest.mark.slow),
         pytest.param(SINGLES, "single answers", {"reward"}, marks=pytest.mark.slow),
         ([row | {"label": str(row["label"]).lower()} for row in SINGLES], "single answers", {"reward"}),
+        (LABELLED, "the last turn of each conversation is its answer", {"reward"}),
+        pytest.param(SHAREGPT, "the last turn of each conversation", {"reward"}, marks=pytest.mark.slow),
     ],
 )
 def test_kto_learns_from_pairs_and_from_single_answers(
     tmp_path: Path, rows: list[dict[str, object]] | None, told: str, columns: set[str]
 ) -> None:
-    """The sample; rows of the user's; labels that are words, as in a CSV file."""
+    """The sample; rows of the user's; labels that are words, as in a CSV file; conversations with a label."""
     given, own = tmp_path / "given.jsonl", list[str]()
     if rows is not None:
         given.write_text("".join(json.dumps(row) + "\n" for row in rows))
         own = ["--data.train.files", str(given), "--data.train.limit", "null", "--data.holdout", "0.25"]
         own += [word for split in ("dev", "test") for word in (f"--data.{split}.files", "[]")]
         own += ["--data.dev.limit", "null", "--data.test.limit", "null"]
+        own += [] if "prompt" in rows[0] else ["--task.chat", "true", "--task.answer", "{answer}"]
     else:
         given.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
     run_directory, said = tmp_path / "run", tmp_path / "said.jsonl"

@@ -446,7 +446,7 @@ def test_stages_run_on_a_cluster_of_ray(
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "memory": 1 << 30})
     try:
         assert select(data, tmp_path / "ray", "--method", "dsir", "--on", f"ray:{cluster.address}") == 2
-        assert "no node of the Ray cluster has 1 CPUs and 2.0 GiB of memory for a task" in capsys.readouterr().err
+        assert "no node of the Ray cluster has 1 CPU and 2.0 GiB of memory for a task" in capsys.readouterr().err
         for _ in range(2):
             cluster.add_node(num_cpus=1, memory=4 << 30)
         assert select(data, tmp_path / "ray", "--method", "dsir", "--on", f"ray:{cluster.address}") == 0

@@ -70,6 +70,17 @@ def test_a_bare_config_is_enough_and_says_what_its_weights_would(tmp_path: Path)
     assert isinstance(from_weights, BackboneSizes) and from_weights.elements > 5e6
 
 
+@pytest.mark.parametrize(("tied", "elements"), [(True, 222_903_552), (False, 247_577_856)])
+def test_an_output_layer_is_counted_if_config_json_says_it_is_not_tied(
+    tied: bool, elements: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Flan-T5-base is not tied, whatever T5's configuration makes of that."""
+    config = {**KNOWN["flan-t5-base"], "tie_word_embeddings": tied}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert run(["plan", "seq2seq", "--model", str(tmp_path), "--gpus", "1xH100-80", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["frozen"] == elements
+
+
 def test_what_recomputed_blocks_begin_with_is_split_with_the_sequence() -> None:
     """70 B, tp 8, 8k tokens: 1.25 GiB of block inputs and one block, not 10.4 GiB."""
     sizes = read_sizes("llama-3.1-70b", Adapter(rank=16))

@@ -128,8 +128,7 @@ def _endpoint(plan: Plan, outcome: Outcome, ours: str, base: str, budget: int, m
 def _over_targets(
     plan: Plan, outcome: Outcome, ours: str, base: str, budget: int, metric: str
 ) -> dict[str, Any] | None:
-    """t-interval over the targets, each one's mean over paired seeds: what another target may expect. None for fewer
-    than three."""
+    """t-interval of the mean over targets, from each one's mean over paired seeds. None for fewer than three."""
     differences = []
     for target in plan.study.targets:
         first, second = (_values(_finals(plan, outcome, arm, target, budget), metric) for arm in (ours, base))

@@ -154,9 +154,9 @@ def protocol(plan: Plan) -> list[str]:
         "effect is (t.975 + t.80)·s_d/√S. Where all seeds differ by the same amount, there is no spread to test by: no "
         "p and no interval are given, and Holm's correction counts that arm with p = 1.",
         "Intervals over seeds hold for these test rows and targets; item sampling is not in them. The interval over "
-        "targets, of each one's mean over seeds, is what another target may expect. Accuracy endpoints have a "
-        "second interval, the percentiles of a bootstrap over seeds and test rows, the same rows for both "
-        "sides; of nats only totals are kept, and no such interval is given.",
+        "targets, of each one's mean over seeds, is for the mean over targets like these; a single target may lie "
+        "outside. Accuracy endpoints have a second interval, the percentiles of a bootstrap over seeds and test rows, "
+        "the same rows for both sides; of nats only totals are kept, and no such interval is given.",
         "Recall: the share of the hidden domains' passages among those chosen, of what the budget could hold. "
         "Coverage: the share of running words in the test texts that the selection contains, and the mean squared "
         "distance from a test text to its nearest chosen passage in the study's features (which gotd, knn and tsds use "

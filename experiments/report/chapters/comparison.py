@@ -164,7 +164,8 @@ def _task_section(document: Document, task: str) -> Section:
         row = [name, *formats.mean_and_interval(m["mean"], scale, plus=False), *difference]
         row.append(formats.number(m["difference"]["p"]) if m["difference"] else "–")
         row.append(formats.number(_multiply(m["f1_macro"], 100.0)) if classes else "–")
-        row += [formats.number(m["loss"]), formats.number(m["sharpness"])]
+        row += [formats.number(m["loss"]), formats.number(_multiply(m["train_error"], 100.0))]
+        row.append(formats.number(m["sharpness"]))
         rows.append(row)
     lead = f"{result['rows']['train']} labelled rows a run, {result['steps']} steps. "
     if classes:
@@ -178,8 +179,9 @@ def _task_section(document: Document, task: str) -> Section:
         lead += "." if result["counts"] else "; not part of the primary endpoint."
     unit = "%" if metric.shown_as_share else metric.unit
     columns = ["method", f"{metric.title}, {unit}", "95 % t", f"− {base}", "95 % t", "p", "macro F1, %", "test loss"]
+    columns += ["train error, %", "sharpness"]
     caption = "Secondary: p-values are not corrected. Sharpness: E[L(w+ε)] − L(w) on training rows, nats."
-    table = Table([*columns, "sharpness"], rows, caption, frozenset(range(1, 9)))
+    table = Table(columns, rows, caption, frozenset(range(1, 10)))
     return Section(f"Task {task}", [table], lead)
 
 

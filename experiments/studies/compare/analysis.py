@@ -124,6 +124,7 @@ def _analyse_task(plan: ComparisonPlan, outcome: ComparisonResults, task: str) -
             "f1_macro": _mean_or_none([m.get("f1_macro") for m in metrics]),
             "loss": _mean_or_none([m.get("loss") for m in metrics]),
             "sharpness": _mean_or_none([result.get("sharpness") for result in finals]),
+            "train_error": _mean_or_none([result.get("train_error") for result in finals]),
             "step_cpu_s": _mean_or_none([result.get("step_cpu_s") for result in finals]),
             "equal_time": equal_time,
         }
@@ -214,20 +215,24 @@ def _compare_sides(
 
 
 def _sharpness_ratio(plan: ComparisonPlan, outcome: ComparisonResults, name: str) -> dict[str, Any] | None:
-    """Compute the ratio of sharpness to the baseline's over tasks and seeds, from ln; None if not measured."""
+    """Compute the ratio of sharpness to the baseline's over tasks and seeds, from ln; None if not measured. A pair in
+    which one is not positive has no ratio: it counts in `pairs` and not in `n`."""
     base = plan.study.baseline
-    logs = []
+    logs, pairs = [], 0
     for task in plan.study.runs_on(name):
         for ours, peer in zip(outcome.finals[name, task], outcome.finals[base, task], strict=False):
             a, b = ours.get("sharpness"), peer.get("sharpness")
-            if a is not None and b is not None and a > 0 and b > 0:
+            if a is None or b is None:
+                continue
+            pairs += 1
+            if a > 0 and b > 0:
                 logs.append(math.log(a / b))
     if not logs:
         return None
     interval = t_interval(logs)
     ends = (interval.value, interval.low, interval.high)
     ratio, low, high = (None if end is None else math.exp(end) for end in ends)
-    return {"ratio": ratio, "low": low, "high": high, "n": interval.n}
+    return {"ratio": ratio, "low": low, "high": high, "n": interval.n, "pairs": pairs}
 
 
 def _bootstrap_endpoint(

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flatshift.experiments.data.splits import PreparedData
+    from flatshift.finetune.data.example import Example
     from flatshift.finetune.parallel.engine import Engine
 
 Kind = Literal["trial", "final", "equal-time"]
@@ -325,7 +326,9 @@ class ComparisonProbe:
     def on_evaluation(self, recipe: Recipe, engine: Engine, tokenizer: Any, prepared: PreparedData) -> None:
         """Measure the trained adapter."""
         if self.final and recipe.task.one_class:
-            self._measured["items"] = _correct_answers(recipe, engine, tokenizer, prepared)
+            self._measured["items"] = _correct_answers(recipe, engine, tokenizer, prepared.test)
+            training = _correct_answers(recipe, engine, tokenizer, prepared.train)
+            self._measured["train_error"] = training.count("0") / len(training)
         if self.sharpness is not None and prepared.units is None:  # a regression's head is now in its targets' units
             self._measured["sharpness"] = _measure_sharpness(recipe, engine, tokenizer, prepared, sigma=self.sharpness)
 
@@ -336,16 +339,16 @@ class ComparisonProbe:
         return {"cpu_s": round(time.process_time() - self._start, 3), "step_cpu_s": step, **self._measured}
 
 
-def _correct_answers(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: PreparedData) -> str:
-    """Return right (1) or wrong (0) for every evaluation row."""
+def _correct_answers(recipe: Recipe, engine: Engine, tokenizer: Any, rows: Sequence[Example]) -> str:
+    """Return right (1) or wrong (0) for every row by its label, which may be a wrong one of `data.label_noise`."""
     from flatshift.finetune.compute.numerics import evaluation_mode
     from flatshift.finetune.data.eval_batching import EvalBatching
     from flatshift.finetune.evaluate.evaluator import head_scores
 
     batching = EvalBatching.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=engine.device)
     with evaluation_mode(engine.eval_model):
-        _, logits = head_scores(engine.eval_model, prepared.test, batching, task=recipe.task)
-    answers = zip(logits.argmax(-1).tolist(), prepared.test, strict=True)
+        _, logits = head_scores(engine.eval_model, rows, batching, task=recipe.task)
+    answers = zip(logits.argmax(-1).tolist(), rows, strict=True)
     return "".join("1" if predicted == example.labels else "0" for predicted, example in answers)
 
 

@@ -25,6 +25,7 @@ from typing import Any
 
 from flatshift.experiments.recipe import Resolved, resume_recipe
 from flatshift.experiments.recipe.schema import ExecutorOptions
+from flatshift.experiments.run.console import Console
 from flatshift.experiments.run.ray_cluster import count_room, ray_cluster
 from flatshift.experiments.studies.cell import Cell
 from flatshift.experiments.studies.executors import POLL_S, Resources, StudyInputs
@@ -137,6 +138,8 @@ def train_on_cluster(
     cell = Cell("", {}, recipe.train.seed, resolved)
     job = RankJob(tuple(command), out.absolute(), Path.cwd(), cell, Resources.of(options), nodes)
     make_directory(job.out.parent)
+    if (out / RECIPE).is_file():
+        Console().say(f"{out} holds a run, which continues from its last checkpoint")
     if kind == "slurm":
         jobs = SlurmRanks(job, minutes=options.time or 60, partition=place)
         return _restart_lost(jobs.run, options.retries)

@@ -58,7 +58,7 @@ EXPECTED = """\
 extends: instruction
 backbone: flatshift-5m
 task: {pack: true}
-data: {holdout: 0.1, train: {files: [rows.jsonl]}}
+data: {holdout: 0.1, holdout_splits: [dev], train: {files: [rows.jsonl]}}
 adapter: {rank: 16, alpha: 32, dropout: 0.05, targets: all-linear}
 optimizer: {kind: adamw, lr: 2e-4, schedule: cosine, warmup: 0.1, weight_decay: 0.01, clip: null, betas: [0.9, 0.95]}
 train: {epochs: 2, batch_size: 2, accumulate: 4, max_length: 1024, checkpointing: full, eval_every: 0.125, seed: 42}
@@ -114,7 +114,7 @@ EXPECTED_FACTORY = """\
 extends: chat
 backbone: flatshift-5m
 task: {pack: false}
-data: {holdout: 0.1, train: {files: [DATA/rows.jsonl], first: 16}}
+data: {holdout: 0.1, holdout_splits: [dev], train: {files: [DATA/rows.jsonl], first: 16}}
 adapter: {rank: 8, targets: [q_proj, v_proj], dropout: 0.0}
 optimizer: {lr: 1e-4, schedule: cosine, warmup: 0.25}
 train: {steps: 8, batch_size: 1, accumulate: 8, max_length: 256, checkpointing: full, eval_every: 5, save_every: 500,
@@ -205,7 +205,10 @@ def test_all_keys_known_is_exit_code_0(home: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("lr: 1\n", "some.yaml is neither of axolotl (no base_model) nor of LLaMA-Factory (no model_name_or_path)"),
+        (
+            "lr: 1\n",
+            "some.yaml is of no known tool: axolotl's have base_model, LLaMA-Factory's model_name_or_path, torchtune's",
+        ),
         ("base_model: flatshift-5m\nrl: grpo\n", "some.yaml:2: rl grpo has no recipe; sft, pt, dpo, ipo, kto"),
         ("base_model: flatshift-5m\nlora_r: many\n", "some.yaml:2: adapter.rank must be a whole number, got 'many'"),
         ("base_model: flatshift-5m\nlearning_rate: -1\n", "some.yaml:2: optimizer.lr must be ≥ 0"),
@@ -269,6 +272,7 @@ def test_a_key_becomes_the_setting(tmp_path: Path, line: str, key: str, value: o
         ),
         ("model_name_or_path: m\noptim: adafactor\n", ":2: optim: adafactor"),
         ("model_name_or_path: m\nmax_steps: many\n", ":2: max_steps: many"),
+        ("model_name_or_path: m\ninterleave_probs: 0.9,0.1\n", ":2: interleave_probs: 0.9,0.1 (data sets are joined"),
         ("model_name_or_path: m\nwarmup_steps: 20\n", ":2: warmup_steps: 20 (optimizer.warmup is a fraction"),
     ],
 )
@@ -357,16 +361,32 @@ def test_a_recipe_of_pairs_translates_and_trains(text: str, home: Path) -> None:
     assert recipe.adapter.alpha == 4 and recipe.data.holdout == 0.1
     quick = [*QUICK, "--train.epochs", "null", "--optimizer.kind", "adamw", "--train.checkpointing", "none"]
     assert run(["train", "mine.yaml", *quick, "--out", "run"]) == 0
-    assert 0 <= json.loads((home / "run/eval.json").read_text())["test"]["preference_accuracy"]["value"] <= 1
+    evaluated = json.loads((home / "run/eval.json").read_text())
+    assert evaluated.keys() == {"dev"} and 0 <= evaluated["dev"]["preference_accuracy"]["value"] <= 1
 
 
-def test_rows_of_kto_without_a_prompt_are_reported(tmp_path: Path) -> None:
-    info = {"marks": {"file_name": "marks.json", "columns": {"messages": "messages", "kto_tag": "label"}}}
-    (tmp_path / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
-    file = tmp_path / "theirs.yaml"
-    file.write_text(f"model_name_or_path: m\nstage: kto\ndataset: marks\ndataset_dir: {tmp_path}\n", encoding="utf-8")
-    (unknown,) = translate_recipe(file).unknown
-    assert unknown.endswith("marks: kto reads the columns prompt, completion and label)")
+def test_labelled_conversations_of_kto_translate_and_train(home: Path) -> None:
+    """Rows and entry in the form of LLaMA-Factory's kto_en_demo, under another name for the label."""
+    rows = [
+        {
+            "messages": [{"role": "user", "content": f"Count to {n}."}, {"role": "assistant", "content": "1 2 3"}],
+            "good": n % 2 == 0,
+        }
+        for n in range(20)
+    ]
+    write_jsonl(home / "marks.jsonl", rows)
+    roles = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+    columns = {"messages": "messages", "kto_tag": "good"}
+    entry = {"file_name": "marks.jsonl", "formatting": "sharegpt", "columns": columns, "tags": roles}
+    (home / "dataset_info.json").write_text(json.dumps({"marks": entry}), encoding="utf-8")
+    text = FACTORY_DPO.replace("stage: dpo", "stage: kto").replace("pairs", "marks").replace("pref_loss: sigmoid\n", "")
+    (home / "theirs.yaml").write_text(text, encoding="utf-8")
+    assert run(["recipes", "from", "theirs.yaml", "--out", "mine.yaml"]) == 0
+    assert load_recipe("mine.yaml").recipe.data.columns.label == "good"
+    assert (
+        run(["train", "mine.yaml", *QUICK, "--train.epochs", "null", "--optimizer.kind", "adamw", "--out", "run"]) == 0
+    )
+    assert json.loads((home / "run/eval.json").read_text())["dev"]["loss"]["value"] > 0
 
 
 def test_a_system_turn_of_llama_factory_is_kept_and_its_template_is_advice(tmp_path: Path) -> None:
@@ -379,16 +399,119 @@ def test_a_system_turn_of_llama_factory_is_kept_and_its_template_is_advice(tmp_p
     assert any(note.startswith("template: ") and "for one that has none" in note for note in translated.notes)
 
 
-def test_a_cap_of_each_of_several_data_sets_is_reported(tmp_path: Path) -> None:
-    info = {name: {"file_name": f"{name}.json"} for name in ("one", "two")}
-    (tmp_path / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
-    file = tmp_path / "theirs.yaml"
-    text = f"model_name_or_path: m\ndataset: one,two\nmax_samples: 10\ndataset_dir: {tmp_path}\n"
-    file.write_text(text, encoding="utf-8")
-    translated = translate_recipe(file)
-    (unknown,) = translated.unknown
-    assert unknown.endswith(":3: max_samples: 10 (it caps each data set; set `first` of each of data.train.sources)")
-    assert "first" not in translated.recipe["data"]["train"]
+MIXED = """\
+model_name_or_path: flatshift-5m
+stage: sft
+finetuning_type: lora
+dataset: mine, chats
+dataset_dir: .
+cutoff_len: 64
+per_device_train_batch_size: 2
+num_train_epochs: 2
+val_size: 0.1
+"""
+
+
+@pytest.fixture
+def mixed(home: Path) -> Path:
+    """Twenty rows of Alpaca's form, and thirty conversations in a column of another name."""
+    turns = [[{"from": "human", "value": f"Say {n}."}, {"from": "gpt", "value": str(n)}] for n in range(30)]
+    write_jsonl(home / "chats.jsonl", [{"talk": each, "intro": "Be brief."} for each in turns])
+    columns = {"messages": "talk", "system": "intro"}
+    chats = {"file_name": "chats.jsonl", "formatting": "sharegpt", "columns": columns}
+    info = {"mine": {"file_name": "rows.jsonl"}, "chats": chats}
+    (home / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
+    (home / "theirs.yaml").write_text(MIXED, encoding="utf-8")
+    return home
+
+
+def test_data_sets_of_two_forms_become_sources_and_train(mixed: Path) -> None:
+    assert run(["recipes", "from", "theirs.yaml", "--out", "mine.yaml"]) == 0
+    train = load_recipe("mine.yaml").recipe.data.train
+    assert train.files == () and train.sources is not None and list(train.sources) == ["mine", "chats"]
+    assert [(source.weight, source.first) for source in train.sources.values()] == [(20, None), (30, None)]
+    assert train.sources["chats"].columns is not None and train.sources["mine"].columns is None
+    assert (train.sources["chats"].columns.messages, train.sources["chats"].columns.system) == ("talk", "intro")
+    assert load_recipe("mine.yaml").recipe.train.steps == 45  # 2 epochs of 50 rows without 5, two at a time
+    assert run(["train", "mine.yaml", *QUICK, "--train.steps", "5", "--out", "run"]) == 0
+    assert json.loads((mixed / "run/eval.json").read_text()).keys() == {"dev"}
+    sources = json.loads((mixed / "run/manifest.json").read_text())["sources"]
+    assert {each["name"]: round(each["share"], 2) for each in sources} == {"mine": 0.4, "chats": 0.6}
+
+
+@pytest.mark.parametrize(
+    ("line", "entry", "expected"),
+    [
+        ("max_samples: 25", {}, {"mine": (20, None, None), "chats": (25, 25, None)}),
+        ("max_samples: 25", {"num_samples": 12}, {"mine": (20, None, None), "chats": (12, None, 12)}),
+        ("max_samples: 10", {"num_samples": 12}, {"mine": (10, 10, None), "chats": (10, None, 10)}),
+    ],
+)
+def test_caps_and_shares_are_those_of_each_source(
+    mixed: Path, line: str, entry: dict[str, int], expected: dict[str, object]
+) -> None:
+    info = json.loads((mixed / "dataset_info.json").read_text())
+    info["chats"] |= entry
+    (mixed / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
+    (mixed / "theirs.yaml").write_text(f"{MIXED}{line}\n", encoding="utf-8")
+    assert run(["recipes", "from", "theirs.yaml", "--out", "mine.yaml"]) == 0
+    sources = load_recipe("mine.yaml").recipe.data.train.sources
+    assert sources is not None
+    assert {name: (each.weight, each.first, each.limit) for name, each in sources.items()} == expected
+
+
+@pytest.mark.parametrize(
+    ("entry", "stage", "sentence"),
+    [
+        ({"columns": {"prompt": "ask", "response": "reply"}}, "sft", "rename its columns ask and reply to instruction"),
+        ({"columns": {"messages": "talk", "images": "pictures"}}, "sft", "columns.images pictures has no counterpart"),
+        ({"tags": {"user_tag": "customer"}}, "sft", "tags.user_tag customer is none of user, human"),
+        ({"num_samples": 31}, "sft", "num_samples 31 is above its 30 rows, and would repeat some"),
+        ({"columns": {"prompt": "instruction", "chosen": "good"}}, "dpo", "columns.chosen good has no counterpart"),
+    ],
+)
+def test_what_of_an_entry_has_no_counterpart_is_one_sentence(
+    mixed: Path, entry: dict[str, object], stage: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    info = {"chats": {"file_name": "chats.jsonl", "formatting": "sharegpt", **entry}}
+    (mixed / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
+    text = MIXED.replace("mine, chats", "chats").replace("stage: sft", f"stage: {stage}")
+    (mixed / "theirs.yaml").write_text(text, encoding="utf-8")
+    assert run(["recipes", "from", "theirs.yaml"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()[1:]
+    assert line.startswith("  theirs.yaml:4: dataset: chats (chats") and sentence in line
+
+
+def test_columns_of_one_data_set_are_those_of_the_recipe(mixed: Path) -> None:
+    text = MIXED.replace("mine, chats", "chats").replace("val_size: 0.1", "eval_dataset: chats")
+    (mixed / "theirs.yaml").write_text(text, encoding="utf-8")
+    assert run(["recipes", "from", "theirs.yaml", "--out", "mine.yaml"]) == 0
+    data = load_recipe("mine.yaml").recipe.data
+    assert (data.columns.messages, data.train.files, data.holdout) == ("talk", data.dev.files, 0.0)
+    (mixed / "theirs.yaml").write_text(text.replace("eval_dataset: chats", "eval_dataset: mine"), encoding="utf-8")
+    (unknown,) = translate_recipe(mixed / "theirs.yaml").unknown
+    assert unknown.endswith("eval_dataset: mine (its columns are not those of the training rows; rename them)")
+
+
+def test_warm_up_steps_are_a_fraction_where_the_rows_are_counted(mixed: Path) -> None:
+    text = MIXED.replace("mine, chats", "mine").replace("num_train_epochs: 2", "num_train_epochs: 2\nwarmup_steps: 3")
+    (mixed / "theirs.yaml").write_text(text, encoding="utf-8")
+    translated = translate_recipe(mixed / "theirs.yaml")
+    assert translated.recipe["optimizer"]["warmup"] == 0.1667 and translated.unknown == ()
+    assert "warmup_steps: 3 of 18 steps" in translated.notes
+    (mixed / "theirs.yaml").write_text(f"{text}packing: true\n", encoding="utf-8")
+    assert "not known here" in translate_recipe(mixed / "theirs.yaml").unknown[0]
+    (mixed / "theirs.yaml").write_text(text.replace("epochs: 2", "epochs: many"), encoding="utf-8")
+    with pytest.raises(UserError, match=r"theirs\.yaml:8: train\.epochs must be a number"):
+        translate_recipe(mixed / "theirs.yaml")
+
+
+def test_a_cap_above_the_rows_is_left_out_with_a_note(mixed: Path) -> None:
+    text = MIXED.replace("mine, chats", "mine")
+    (mixed / "theirs.yaml").write_text(f"{text}max_samples: 1000\n", encoding="utf-8")
+    translated = translate_recipe(mixed / "theirs.yaml")
+    assert "first" not in translated.recipe["data"]["train"] and translated.unknown == ()
+    assert "max_samples: mine has 20 rows, and all are read" in translated.notes
 
 
 def test_plain_text_of_llama_factory_is_packed(tmp_path: Path) -> None:

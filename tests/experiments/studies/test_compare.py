@@ -259,13 +259,13 @@ def test_a_finished_comparison_is_sealed_and_its_next_start_is_unfinished(made, 
 def test_committed_cells_are_those_that_the_shipped_comparison_asks_for(tmp_path: Path) -> None:
     from benchmarks._cell_table import read_cells
     from benchmarks._study_results import CELLS, packed
-    from benchmarks.flat_comparison import FOLDER
+    from benchmarks.flat_comparison import folder
     from flatshift.experiments.results.cells import read_result
 
-    table = FOLDER / CELLS
+    table = folder("comparison") / CELLS
     with packed(tmp_path, table):
         found = {name: read_result(tmp_path / "cells" / name) for name in read_cells(table)}
-    assert len(found) == 1180 and found == read_cells(table)
+    assert len(found) == 1195 and found == read_cells(table)
     study = load_recipe("flat-comparison").recipe.comparison
     assert study is not None
     assert {result["point"]["method"] for result in found.values() if result} <= study.methods.keys()
@@ -492,7 +492,7 @@ def test_a_study_is_part_of_the_resolved_recipe(made, tmp_path: Path) -> None:
 def test_results_and_guide_come_from_the_document_alone(made) -> None:
     from benchmarks._harness import Benchmark
     from benchmarks._study_results import read
-    from benchmarks.flat_comparison import BEGIN, END, FOLDER, PAGE, guide, rows
+    from benchmarks.flat_comparison import PAGE, folder, guide, marks, rows
 
     document = json.loads(json.dumps(made[2]))
     document["informative"], primary = ["easy"], {"value": 0.02, "low": -0.01, "high": 0.05, "n": 3, "by_seed": {}}
@@ -505,5 +505,63 @@ def test_results_and_guide_come_from_the_document_alone(made) -> None:
     text = guide(document)
     assert "| `ggpo` | +2.0 |" in text and "No method is better than tuned plain LoRA" in text and "4.0 points" in text
     page = PAGE.read_text(encoding="utf-8")
-    assert page.count(BEGIN) == page.count(END) == 1
-    assert guide(read(FOLDER / "comparison.json")) in page, "run: python -m benchmarks.flat_comparison --data DIR"
+    begin, end = marks("comparison")
+    assert page.count(begin) == page.count(end) == 1
+    assert guide(read(folder("comparison") / "comparison.json")) in page, (
+        "run: python -m benchmarks.flat_comparison --data DIR"
+    )
+
+
+def test_the_guide_of_training_to_the_end_has_intervals_over_tasks() -> None:
+    from benchmarks._harness import Benchmark
+    from benchmarks.flat_comparison import RECIPES, group_differences, group_rows, noise_groups, noise_guide
+
+    study = load_recipe(RECIPES["noise"]).recipe.comparison
+    assert (
+        study is not None and study.trials == 8 and set(study.methods) == {"plain", "ggpo", "ggpo-paper", "mgpo", "sam"}
+    )
+    gains = {
+        "trec": 0.01,
+        "sst2": 0.03,
+        "polarity": 0.02,
+        "trec-noise": -0.02,
+        "sst2-noise": 0.0,
+        "polarity-noise": 0.02,
+    }
+
+    def result(gain: float, sharpness: float) -> dict:
+        by_seed = {str(seed): gain + 0.01 * (seed - 2) for seed in range(5)}
+        return {
+            "mean": {"value": 0.8 + gain}, "difference": {"value": gain, "by_seed": by_seed}, "train_error": 0.005,
+            "sharpness": sharpness,
+        }  # fmt: skip
+
+    document = {
+        "baseline": "plain",
+        "protocol": ["A sentence."],
+        "methods": {name: {"step_ratio": 1.0, "equal_time": None} for name in ("plain", "ggpo")},
+        "tasks": {
+            task: {
+                "rows": {"train": 200},
+                "floor": 0.5,
+                "steps": 120,
+                "methods": {"plain": result(0.0, 0.1), "ggpo": result(gain, 0.05)},
+            }
+            for task, gain in gains.items()
+        },
+    }
+    groups = noise_groups(document)
+    assert groups == {
+        "right labels": ["trec", "sst2", "polarity"],
+        "a fifth wrong": ["trec-noise", "sst2-noise", "polarity-noise"],
+    }
+    gaps = group_differences(document, "ggpo", groups["right labels"])
+    assert gaps["tasks"].value == pytest.approx(0.02) and gaps["tasks"].n == 3
+    assert gaps["tasks"].high == pytest.approx(0.02 + 4.302653 * 0.01 / 3**0.5)
+    assert gaps["seeds"].n == 5 and gaps["seeds"].value == pytest.approx(0.02)
+    assert math.exp(gaps["sharpness"].value) == pytest.approx(0.5)
+    text = noise_guide(document)
+    assert "| `ggpo` | right labels | +2.0 (−0.5 to +4.5) |" in text and "| 0.50" in text and "at most 0.5 %" in text
+    bench = Benchmark("flat_noise")
+    group_rows(bench, document, "right labels", groups["right labels"])
+    assert bench.rows[0]["difference"]["mean"] == pytest.approx(0.02)

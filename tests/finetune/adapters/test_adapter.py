@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -107,6 +108,8 @@ def test_saved_adapter_loads_with_plain_peft_and_gives_the_same_logits(settings,
     save_adapter(model, tmp_path / "adapter")
     assert sorted(p.name for p in (tmp_path / "adapter").iterdir()) == ["adapter_config.json", WEIGHTS]
     assert [p.name for p in tmp_path.iterdir()] == ["adapter"], "no leftovers"
+    modules = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text(encoding="utf-8"))["target_modules"]
+    assert modules == sorted(modules), "the same bytes from every process"
     plain = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(sources["llama"], dtype=torch.float32), tmp_path / "adapter"
     ).eval()

@@ -127,7 +127,7 @@ def test_a_worker_and_the_command_are_killed_and_the_run_has_the_bits_of_one_hos
         assert time.monotonic() < deadline, "ranks outlive their command"
         time.sleep(0.05)
     assert not (out / "eval.json").exists(), "the run ended before its command was killed"
-    finish(start(out, *on))
+    assert f"{out} holds a run, which continues from its last checkpoint" in finish(start(out, *on))
     assert (out / "log.txt").read_text(encoding="utf-8").count("continues after step") == 2
     check_equal(out, here)
     assert "--on" not in (out / "command.txt").read_text(encoding="utf-8")
@@ -171,8 +171,8 @@ def test_what_a_cluster_cannot_do_is_one_sentence(
         (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("flatshift: error: ")]
         return line
 
-    assert "no node of the Ray cluster has 2 CPUs for a rank; the most on a node: 1 CPUs" in refusal("--cpus", "2")
-    assert "no node of the Ray cluster has 1 CPUs and 1 GPUs for a rank" in refusal("--gpus", "1")
+    assert "no node of the Ray cluster has 2 CPUs for a rank; the most on a node: 1 CPU" in refusal("--cpus", "2")
+    assert "no node of the Ray cluster has 1 CPU and 1 GPU for a rank" in refusal("--gpus", "1")
     assert "the mesh has 2 ranks on 1 nodes of 2 each, and the Ray cluster has room for 0 of them" in refusal(
         "--nodes", "1"
     )

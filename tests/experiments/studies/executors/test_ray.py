@@ -221,9 +221,9 @@ def test_no_cluster_and_flags_without_a_use_are_one_sentence(tmp_path: Path, mon
 def test_resources_that_no_node_has_are_one_sentence(address: str, tmp_path: Path, capsys) -> None:
     on = ("--on", f"ray:{address}")
     for flags, text in (
-        (("--cpus", "2"), "no node of the Ray cluster has 2 CPUs for a cell; the most on a node: 1 CPUs"),
-        (("--gpus", "1"), "no node of the Ray cluster has 1 CPUs and 1 GPUs for a cell"),
-        (("--memory", "64"), "1 CPUs and 64.0 GiB of memory for a cell; the most on a node: 1 CPUs and 4.0 GiB"),
+        (("--cpus", "2"), "no node of the Ray cluster has 2 CPUs for a cell; the most on a node: 1 CPU"),
+        (("--gpus", "1"), "no node of the Ray cluster has 1 CPU and 1 GPU for a cell"),
+        (("--memory", "64"), "1 CPU and 64.0 GiB of memory for a cell; the most on a node: 1 CPU and 4.0 GiB"),
     ):
         assert run(words(tmp_path / "out", *on, *flags)) == 2, flags
         assert text in capsys.readouterr().err.strip().splitlines()[-1]
