@@ -3,6 +3,7 @@
 import gc
 import hashlib
 import os
+import signal
 import types
 from pathlib import Path
 
@@ -99,6 +100,18 @@ def frozen_backbones():
     after = _shipped()
     changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
     assert not changed, f"the suite changed the shipped backbones: {', '.join(changed)}"
+
+
+@pytest.fixture(autouse=True)
+def stop_signals():
+    """Restore the handlers of stop signals: a rank that fails ignores them, and one that ran in the process of a test
+    would leave this to all later ones and their children (whose pools of workers then never end)."""
+    from flatshift.finetune.errors import STOP_SIGNALS
+
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -248,6 +248,10 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "turns-preference": [{"prompt": _talk(i)[:1], "chosen": _talk(i)[1:],
                           "rejected": [{"role": "assistant", "content": "No."}]} for i in range(COUNT)],
     "singles": [{"prompt": f"Is it {i}?", "completion": f"It is {i}.", "label": bool(i % 2)} for i in range(COUNT)],
+    "labelled-turns": [{"messages": _talk(i), "label": bool(i % 2)} for i in range(COUNT)],
+    "labelled-sharegpt": [{"conversations": [{"from": "human", "value": f"Is it {i}?"},
+                                             {"from": "gpt", "value": f"It is {i}."}], "label": bool(i % 2)}
+                          for i in range(COUNT)],
     "sides": [{"source": t, "target": f"cat {i}"} for i, t in enumerate(TEXTS)],
     "domains": [{"id": f"d{i}", "text": t, "source": ("news", "wiki")[i % 2]} for i, t in enumerate(TEXTS)],
     "tests": [{"prompt": f"def f{i}():", "test": "assert True"} for i in range(2)],
@@ -525,6 +529,11 @@ RUNS: dict[str, Form] = {
               ("shared-turns", "instruct", "--task.chat true --task.answer '{answer}'"))),
         _form("preference-singles", _train("preference", "decoder", "singles.jsonl", "--task.loss kto"),
               judged("chosen_reward", "rejected_reward")),
+        *(_form(f"preference-{rows}", _train("preference", "instruct", f"{rows}.jsonl", "--task.loss kto --task.chat true "
+                "--task.answer '{answer}'"), judged("chosen_reward", "rejected_reward"), slow=rows != "labelled-turns")
+          for rows in ("labelled-turns", "labelled-sharegpt")),
+        _form("holdout-for-dev", _train("classify", "encoder", "labels.jsonl", "--data.holdout_splits '[dev]'"),
+              holds("eval.json")),
         _form("preference-settings", _train("preference", "decoder", "plain-preference.jsonl", "--task.beta 0.2 "
               "--task.label_smoothing 0.1 --task.per_token true --train.best preference_accuracy"), judged(*_PAIRS)),
         _form("label-noise", _train("classify", "encoder", "labels.jsonl", "--data.label_noise 0.4"),
@@ -729,6 +738,9 @@ FORMS: list[Form] = [
     _form("train warmup on own texts", f"train warmup --backbone decoder --data labels.jsonl {OWN} --data.train.limit null "
           "--regularizer.kind plain --select null --warmup.own 1 --warmup.steps 1 --out {out}",
           judged(*_CLASSES), holds("stages/warm-up/eval.json")),
+    _form("train warmup on own texts of another file", "train warmup --backbone decoder --data labels.jsonl "
+          f"{OWN} --data.train.limit null --regularizer.kind plain --select null --select.target.files texts.jsonl "
+          "--warmup.own 1 --warmup.steps 1 --out {out}", judged(*_CLASSES), holds("stages/warm-up/eval.json"), slow=True),
     _form("train encoder-warmup", f"train encoder-warmup --backbone encoder --data labels.jsonl {OWN} --data.train.limit "
           "null --regularizer.kind plain --select.pool.files texts.jsonl --select.budget 3 --warmup.steps 1 --out {out}",
           judged(*_CLASSES)),

@@ -50,7 +50,7 @@ RECIPES = {
     "adapter.projector: the rows": broken(warmup=WarmUp(), adapter=Adapter(soft_tokens=1, projector=Projector())),
     "adapter.soft_tokens: a warm-up": broken(warmup=WarmUp(), adapter=Adapter(soft_tokens=1)),
     "the recipe has a `warmup` block": broken(warmup=WarmUp()),
-    "warmup.own: 1 reads": broken(warmup=WarmUp(own=1), select=Select()),
+    "warmup.own: 1 reads": broken(warmup=WarmUp(own=1), select=Select(budget=30)),
     "select.from: the recipe has no `warmup` block": broken(select=Select(from_="picked")),
     "warmup.batch_size: 3 rows": broken(warmup=WarmUp(batch_size=3), select=Select(), mesh=Mesh(dp=2)),
 }
