@@ -1,24 +1,37 @@
-"""What the benchmark of forecasts says of ranks."""
+"""What the benchmark of forecasts says of ranks, rows and noise."""
 
 from __future__ import annotations
 
-from benchmarks.forecast import NOISES, RANKS, ROWS, rank_choices
+from typing import Any
+
+import numpy as np
+
+from benchmarks.forecast import AXES, RANKS, directions, key, rank_costs, settings
+
+
+def document(errors: dict[str, list[float]]) -> dict[str, Any]:
+    return {"error": errors, "speed": {name: 1.0 for name in errors}}
 
 
 def test_ranks_that_are_forecast_alike_are_no_choice() -> None:
     """Until 27 November 2026 the page counted 20 of 35 ties as rightly signed differences."""
-    places = [(rows, noise) for rows in ROWS for noise in NOISES]
-    low, high = RANKS
+    said = document({key(where): [0.5, 0.5] for where in settings()})
+    real = document({key(where): [0.5 - 0.01 * RANKS.index(int(where["adapter.rank"]))] * 3 for where in settings()})
+    found = directions({"task": (said, real)}, "adapter.rank")
+    places = len(settings()) // len(RANKS)
+    assert found["pairs"] == found["same"] == places * len(RANKS) * (len(RANKS) - 1) / 2
+    assert (found["differ"], found["right"], found["seed"]) == (0, 0, 1)
+    costs = {name: points[0] for name, points in rank_costs({"task": (said, real)}).items()}
+    assert abs(costs["predicted error"] - costs["coin"]) < 1e-9  # a tie is a coin
+    assert abs(costs["coin"] - np.mean(np.arange(len(RANKS)))) < 1e-9
+    assert abs(costs["largest"]) < 1e-9 and abs(costs[f"rank {RANKS[-1]}"]) < 1e-9
 
-    def errors(small: list[float], large: list[float]) -> dict[str, float]:
-        by_rank = {low: small, high: large}
-        return {f"{rank:g}|{r:g}|{n:g}": by_rank[rank][i] for rank in RANKS for i, (r, n) in enumerate(places)}
 
-    few = len(places) - 2
-    said = errors([0.5, 0.5] + [0.5] * few, [0.4, 0.6] + [0.5] * few)
-    forecast = {"error": {key: [value, value] for key, value in said.items()}}
-    trained = {"error": errors([0.5] * len(places), [0.4] * len(places))}
-    found = rank_choices({"task": (forecast, trained)})
-    assert (found["same"], found["differ"], found["right"]) == (few, 2, 1)
-    assert abs(found["by error"] - (0 + 10 + 5 * few) / len(places)) < 1e-9
-    assert abs(found["coin"] - 5) < 1e-9 and abs(found["largest"]) < 1e-9
+def test_a_forecast_that_is_right_and_one_that_is_wrong_are_told_apart_from_what_anybody_would_say() -> None:
+    for axis, values in AXES.items():
+        real = document({key(where): [0.3 + 0.01 * values.index(where[axis])] * 3 for where in settings()})
+        other = document({key(where): [0.9 - 0.01 * values.index(where[axis])] * 2 for where in settings()})
+        right, wrong = directions({"task": (real, real)}, axis), directions({"task": (other, real)}, axis)
+        assert right["right"] == right["differ"] == right["pairs"] and wrong["right"] == 0 == wrong["same"]
+        assert right["larger"] == (right["pairs"] if axis == "data.label_noise" else 0)
+        assert right["correlation"] > 0 or len(values) == 2

@@ -25,7 +25,9 @@ def test_every_rank_has_its_own_rate_in_one_arm_alone_and_a_diverged_rate_is_nev
 def test_a_curve_has_a_row_a_seed_and_a_diverged_run_is_not_a_number() -> None:
     rates = (1e-3,) * len(RANKS)
     figures = {"test.error": 0.2, "train.error": 0.0, "train.loss": 0.1, "tested": 595}
-    cells = {name_cell("adamw", rank, 1e-3, seed): dict(figures) for rank in RANKS for seed in range(3)}
+    cells: dict[str, dict[str, float | None]] = {
+        name_cell("adamw", rank, 1e-3, seed): {**figures} for rank in RANKS for seed in range(3)
+    }
     cells[name_cell("adamw", RANKS[-1], 1e-3, 2)] = dict.fromkeys(figures)
     curve = curve_of(cells, "adamw", rates, 3)
     assert curve.test.shape == (3, len(RANKS)) and curve.items == 595
