@@ -18,11 +18,13 @@ import re
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import tyro
+from tyro import constructors
 
 from flatshift.experiments.recipe import from_override, refuse_contradictions
+from flatshift.experiments.recipe.json_schema import field_docs, hint_options
 from flatshift.experiments.recipe.schema import Recipe, find_keys_ending_with, list_keys
 from flatshift.experiments.run.console import pause_heartbeat
 from flatshift.finetune.config import MAX_LENGTH
@@ -140,9 +142,8 @@ def _names_positional(words: Sequence[str], flags: type) -> bool:
     hints = get_type_hints(flags)
     for before, word in itertools.pairwise(("", *words)):
         takes_value = before.startswith("--") and "=" not in before
-        if takes_value and hints.get(before.removeprefix("--").replace("-", "_")) is bool:
-            takes_value = False
-        if not word.startswith("-") and not takes_value:
+        is_switch = hints.get(before.removeprefix("--").replace("-", "_")) is bool
+        if not word.startswith("-") and (is_switch or not takes_value):
             return True
     return False
 
@@ -189,7 +190,8 @@ def parse_flags(flags: type[FlagsT], name: str, argv: Sequence[str]) -> FlagsT:
     _check_lists_given_once(argv, flags)
     try:
         with contextlib.redirect_stderr(errors), _wide_terminal(argv):
-            parsed: FlagsT = tyro.cli(flags, prog=f"flatshift {name}", args=_expand_exponents(argv, kinds))
+            words, form = _expand_exponents(argv, kinds), _HELP if {"--help", "-h"} & set(argv) else None
+            parsed: FlagsT = tyro.cli(flags, prog=f"flatshift {name}", args=words, registry=form)
         _check_no_empty_values(argv)
         _check_bounds(parsed)
         return _hide_secrets(parsed)
@@ -199,16 +201,52 @@ def parse_flags(flags: type[FlagsT], name: str, argv: Sequence[str]) -> FlagsT:
     raise UserError(f"{_parser_message(errors.getvalue(), kinds)}; see `flatshift {name} --help`")
 
 
+_HELP = constructors.ConstructorRegistry()
+
+
+@_HELP.struct_rule
+def _describe_flags(info: constructors.StructTypeInfo) -> constructors.StructConstructorSpec | None:
+    """In `--help`, name positional arguments by their field, and omit defaults that say nothing, as None."""
+    if not dataclasses.is_dataclass(info.type):
+        return None
+    docs, hints, fields = field_docs(info.type), get_type_hints(info.type, include_extras=True), []
+    for field in dataclasses.fields(info.type):
+        hint, required = hints[field.name], field.default is dataclasses.MISSING
+        about = tyro.conf.arg(
+            metavar=_name_value(field.name, hint, required=required),
+            help_behavior_hint=lambda text: "" if text in ("", "None", "False") else f"(default: {text})",
+        )
+        kind, default = cast(Any, Annotated[hint, about]), constructors.MISSING if required else field.default
+        fields.append(constructors.StructFieldSpec(field.name, kind, default, docs.get(field.name)))
+    return constructors.StructConstructorSpec(info.type, tuple(fields))
+
+
+def _name_value(name: str, hint: Any, *, required: bool) -> str | None:
+    """Return `NAME...` or `[NAME]` for a positional argument, and `INT` or `{a,b}` for the value of a flag."""
+    marks = [str(mark) for mark in getattr(hint, "__metadata__", ())]
+    kind = hint_options(get_args(hint)[0] if marks else hint)[0]
+    several = get_origin(kind) is tuple
+    item = get_args(kind)[0] if several else kind
+    if item is bool:
+        return None
+    choices = get_origin(item) is Literal
+    form = f"{{{','.join(get_args(item))}}}" if choices else item.__name__.upper()
+    if "Positional" not in marks:
+        return form + "..." * (several and not marks)  # with the mark, a flag that is given several times
+    form = (form if choices else name.upper()) + "..." * several
+    return form if required else f"[{form}]"
+
+
 def _hide_secrets(flags: FlagsT) -> FlagsT:
     """Return `flags` with every address that they hold stripped of its secrets."""
-    changes: dict[str, Any] = {}
-    for field in dataclasses.fields(flags):  # type: ignore[arg-type]
-        value = getattr(flags, field.name)
-        if isinstance(value, str) and field.name not in _MAY_BE_EMPTY:
-            changes[field.name] = hide_secrets(value)
-        elif isinstance(value, tuple) and field.name not in _MAY_BE_EMPTY:
-            changes[field.name] = tuple(hide_secrets(item) if isinstance(item, str) else item for item in value)
-    return dataclasses.replace(flags, **changes)  # type: ignore[type-var]
+    fields = dataclasses.fields(flags)  # type: ignore[arg-type]
+    values = {field.name: getattr(flags, field.name) for field in fields if field.name not in _MAY_BE_EMPTY}
+    for name, value in values.items():
+        clean = [
+            hide_secrets(v) if isinstance(v, str) else v for v in (value if isinstance(value, tuple) else (value,))
+        ]
+        values[name] = tuple(clean) if isinstance(value, tuple) else clean[0]
+    return dataclasses.replace(flags, **values)  # type: ignore[type-var]
 
 
 def _check_lists_given_once(argv: Sequence[str], flags: type) -> None:

@@ -26,21 +26,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Self
 
-from flatshift.regularizers.config import (
-    ASAM,
-    BAR,
-    GGPO,
-    MGPO,
-    MSAM,
-    SAM,
-    BiLora,
-    FlatLora,
-    LoraSAM,
-    NEFTune,
-    Plain,
-    RegularizerConfig,
-    RegularizerError,
-)
+from flatshift.regularizers import config as kinds
+from flatshift.regularizers.config import Plain, RegularizerConfig, RegularizerError
 from flatshift.regularizers.mesh import Placement
 
 if TYPE_CHECKING:
@@ -152,16 +139,16 @@ class PlainRegularizer(Regularizer):
 
 _HOMES: dict[type[Any], str] = {
     Plain: "protocol:PlainRegularizer",
-    GGPO: "methods.ggpo:GGPORegularizer",
-    FlatLora: "methods.ggpo:flat_lora",
-    MGPO: "methods.momentum:mgpo",
-    MSAM: "methods.momentum:MomentumRegularizer",
-    SAM: "methods.sam:WeightSAM",
-    ASAM: "methods.sam:AdapterSAM",
-    LoraSAM: "methods.sam:AdapterSAM",
-    BAR: "methods.bar:BARRegularizer",
-    BiLora: "methods.bilora:BiLoraRegularizer",
-    NEFTune: "methods.neftune:NEFTuneRegularizer",
+    kinds.GGPO: "methods.ggpo:GGPORegularizer",
+    kinds.FlatLora: "methods.ggpo:flat_lora",
+    kinds.MGPO: "methods.momentum:mgpo",
+    kinds.MSAM: "methods.momentum:MomentumRegularizer",
+    kinds.SAM: "methods.sam:WeightSAM",
+    kinds.ASAM: "methods.sam:AdapterSAM",
+    kinds.LoraSAM: "methods.sam:AdapterSAM",
+    kinds.BAR: "methods.bar:BARRegularizer",
+    kinds.BiLora: "methods.bilora:BiLoraRegularizer",
+    kinds.NEFTune: "methods.neftune:NEFTuneRegularizer",
 }
 """`module:callable` that builds the regularizer of each type of settings; imported on demand."""
 

@@ -108,3 +108,23 @@ def test_a_list_that_is_given_twice_is_refused(
 
     assert run([command, *words, "--out", str(tmp_path / "never")]) == 2
     assert "is given twice, and only the last would count; write all values after one --" in capsys.readouterr().err
+
+
+def test_help_names_what_is_given_by_position_and_shows_no_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    forms = {"train": " [RECIPE]", "eval": " SUBJECTS...", "recipes": " [NAME] [TO]", "push": " FOLDER DESTINATION"}
+    for name in sorted(commands.SUMMARIES):
+        shown = _help_of(name, capsys)
+        assert "None" not in shown and "(default: )" not in shown, shown
+        assert forms.get(name, "") in shown.partition("\n")[0], shown
+    shown = _help_of("generate", capsys)
+    assert "--prompt STR " in shown and "--data STR..." in shown
+
+
+def _help_of(name: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as stop:
+        commands.run(name, ["--help"])
+    assert not stop.value.code
+    return capsys.readouterr().out
