@@ -206,11 +206,11 @@ _HELP = constructors.ConstructorRegistry()
 
 @_HELP.struct_rule
 def _describe_flags(info: constructors.StructTypeInfo) -> constructors.StructConstructorSpec | None:
-    """In `--help`, name positional arguments by their field, and omit defaults that say nothing, as None."""
+    """Form of `--help`: positional arguments by name, no empty defaults, and the flags of the command itself first."""
     if not dataclasses.is_dataclass(info.type):
         return None
     docs, hints, fields = field_docs(info.type), get_type_hints(info.type, include_extras=True), []
-    for field in dataclasses.fields(info.type):
+    for field in sorted(dataclasses.fields(info.type), key=lambda field: field.name not in info.type.__annotations__):
         hint, required = hints[field.name], field.default is dataclasses.MISSING
         about = tyro.conf.arg(
             metavar=_name_value(field.name, hint, required=required),
