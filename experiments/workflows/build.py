@@ -291,7 +291,8 @@ def format_metrics(metrics: dict[str, Any]) -> list[str]:
     """Format each metric as a text: `accuracy 0.61 [0.57, 0.65]`."""
     lines = []
     for name, m in metrics.items():
-        interval = "" if find_metric(name).is_floor else f" [{format_number(m['low'])}, {format_number(m['high'])}]"
+        has_interval = m["low"] is not None and not find_metric(name).is_floor
+        interval = f" [{format_number(m['low'])}, {format_number(m['high'])}]" if has_interval else ""
         lines.append(f"{name} {format_number(m['value'])}{interval}")
     return lines
 

@@ -21,7 +21,7 @@ _ELEMENTS = 1 << 22  # values of one block of resamples: 32 MiB
 
 
 class BootstrapInterval(TypedDict):
-    """Metric with its interval. A value that is not finite is null."""
+    """Metric with its interval. A value that is not finite is null; a single row, or no resample, has no interval."""
 
     value: float | None
     low: float | None
@@ -93,9 +93,8 @@ def group_interval(
         values.append(value)
         replicates.append(resampled)
         total += len(rows)
-    mean = np.full(1, np.nan) if total == 1 else np.mean(replicates, axis=0)
     share = figure.share and base is None and len(groups) == 1
-    return _percentile_interval(float(np.mean(values)), mean, confidence, total, share=share)
+    return _percentile_interval(float(np.mean(values)), np.mean(replicates, axis=0), confidence, total, share=share)
 
 
 def _resample(
@@ -140,14 +139,14 @@ def bootstrap_interval(
     statistic: takes them with shape (R, n) and returns (R,), for example `lambda nats, tokens: nats.sum(-1) /
     tokens.sum(-1)`.
     share: it is the fraction of examples that meet a condition (`exact_share_interval`).
-    resamples: with 0, the interval is the value alone.
+    resamples: with 0, there is no interval.
     Raises UserError: no example, or settings out of range.
     """
     metric = ResampledMetric.over(items, statistic)
     n = len(metric.rows)
     _check_settings(n, resamples, confidence)
     value, replicates = _resample(metric.statistic, n, resamples, seed)
-    return _percentile_interval(value, replicates, confidence, n, share=share and resamples > 0)
+    return _percentile_interval(value, replicates, confidence, n, share=share)
 
 
 def ratio_interval(
@@ -222,8 +221,7 @@ def frequency_intervals(
     for name, statistic in statistics.items():
         value = statistic(counts[None].astype(np.float64))
         samples = np.concatenate(replicates[name] or [value])
-        share = name in shares and resamples > 0
-        intervals[name] = _percentile_interval(value[0], samples, confidence, n, share=share)
+        intervals[name] = _percentile_interval(value[0], samples, confidence, n, share=name in shares)
     return intervals
 
 
@@ -240,7 +238,7 @@ def _percentile_interval(
     value: float, replicates: NDArray, confidence: float, n: int, *, share: bool
 ) -> BootstrapInterval:
     low = high = math.nan
-    if np.isfinite(replicates).all():
+    if n > 1 and len(replicates) > 1 and np.isfinite(replicates).all():
         tail = (1.0 - confidence) / 2.0
         low, high = np.quantile(replicates, [tail, 1.0 - tail])
     finite = [float(x) if math.isfinite(x) else None for x in (value, low, high)]
