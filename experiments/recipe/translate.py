@@ -236,7 +236,7 @@ def _settle_length(translation: _Translation) -> None:
         return
     steps, location = translation.count_steps(), f"{translation.file}:1"
     if steps is None:
-        translation.unknown.append(f"{location}: {epochs} epochs (sources of rows end none: set train.steps)")
+        translation.unknown.append(f"{location}: epochs, {epochs} (a mixture of sources has none: set train.steps)")
     else:
         translation.notes.append(f"train.steps are {epochs} epochs of all rows")
     translation.set({"train.epochs": None, **({} if steps is None else {"train.steps": steps})}, location)
