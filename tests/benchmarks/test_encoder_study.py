@@ -15,10 +15,13 @@ from benchmarks.encoder_study import (
     RECIPE,
     SETTINGS,
     TRIALS,
+    WARM,
     WITHOUT_LABELS,
     accuracy_without_labels,
     arms,
+    cold_at_their_rate,
     over_targets,
+    same_rate,
     splits,
     zero_shot,
 )
@@ -130,3 +133,22 @@ def test_an_interval_over_targets_holds_their_means(tmp_path: Path) -> None:
     assert bench.rows[1]["ours"] == pytest.approx(0.705), "a and b: on c the cold arm is at its floor"
     over_targets(bench, {"a": documents["a"]}, "accuracy", "own", "cold")
     assert len(bench.rows) == 2, "one target has no interval"
+
+
+def test_the_cold_arm_is_set_beside_the_warmed_ones_at_their_rate_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list = []
+    monkeypatch.setattr(encoder_study, "run_cells", lambda out, cells, *a, **k: ran.extend(cells))
+    monkeypatch.setattr(
+        encoder_study,
+        "read_cell_result",
+        lambda out, cell: {"metrics": {"test": {"accuracy": {"value": cell.seed / 10}}}},
+    )
+    tuned = {f"{name}/plain": {"lr": 7e-4 if name == "own" else 1.5e-3} for name in WARM}
+    cells = [{"warmup": name, "seed": s, "metrics": {"accuracy": 0.5}} for name in ("cold", *WARM) for s in (1, 2)]
+    document = {"tuned": tuned, "seeds": [1, 2], "cells": cells}
+    document["same_rate"] = cold_at_their_rate(Path("out"), [], document, Console(quiet=True))
+    assert document["same_rate"] == {"lr": 1.5e-3, "accuracy": {"1": 0.1, "2": 0.2}}
+    assert all(cell.resolved.recipe.warmup is None and cell.resolved.recipe.optimizer.lr == 1.5e-3 for cell in ran)
+    bench = Benchmark("encoder_study")
+    same_rate(bench, "trec", document)
+    assert bench.rows[0]["difference"]["mean"] == pytest.approx(0.35)
