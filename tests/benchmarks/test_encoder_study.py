@@ -152,3 +152,31 @@ def test_the_cold_arm_is_set_beside_the_warmed_ones_at_their_rate_too(monkeypatc
     bench = Benchmark("encoder_study")
     same_rate(bench, "trec", document)
     assert bench.rows[0]["difference"]["mean"] == pytest.approx(0.35)
+
+
+def test_the_page_counts_a_target_that_is_above_its_floor_and_names_those_that_are_missing() -> None:
+    def document(cold: float, own: float, floor: float) -> dict:
+        levels = {"cold": cold, **dict.fromkeys(WARM, cold - 0.02), "own": own}
+        cells = [
+            {
+                "warmup": arm,
+                "seed": seed,
+                "metrics": {"accuracy": level + 0.01 * seed, "pseudo_perplexity": 100.0 * level},
+            }
+            for arm, level in levels.items()
+            for seed in (0, 1, 2)
+        ]
+        same = {"lr": 1e-3, "accuracy": {str(seed): cold + 0.01 * seed for seed in (0, 1, 2)}}
+        return {"floor": floor, "seeds": [0, 1, 2], "cells": cells, "same_rate": same}
+
+    text = encoder_study.guide(
+        {"agnews": document(0.8, 0.7, 0.3), "trec": document(0.9, 0.94, 0.3), "sst2": document(0.5, 0.6, 0.5)}
+    )
+    own = next(line for line in text.splitlines() if line.startswith("| `own`"))
+    cells = [cell.strip() for cell in own.strip("|").split("|")]
+    assert cells[1] == "−3.0" and cells[4:7] == ["−10.0", "+4.0", "+10.0"], own  # sst2 is not in the mean
+    half = 12.7062 * 7  # t(.975, 1) times the standard error of −10 and 4
+    assert cells[2] == f"−{3 + half:.1f} to +{half - 3:.1f}"
+    assert "sst2: at the majority floor" in text and "banking: not run yet; polarity: not run yet" in text
+    warmed = (6 * -2.0 + 4.0) / 7
+    assert f"trec −{-warmed:.1f} (" in text
