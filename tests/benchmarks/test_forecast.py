@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from benchmarks import forecast
 from benchmarks.forecast import AXES, RANKS, directions, key, rank_costs, settings
 
 
@@ -25,6 +28,14 @@ def test_ranks_that_are_forecast_alike_are_no_choice() -> None:
     assert abs(costs["predicted error"] - costs["coin"]) < 1e-9  # a tie is a coin
     assert abs(costs["coin"] - np.mean(np.arange(len(RANKS)))) < 1e-9
     assert abs(costs["largest"]) < 1e-9 and abs(costs[f"rank {RANKS[-1]}"]) < 1e-9
+
+
+def test_results_of_fewer_ranks_are_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forecast, "CELLS", tmp_path / "cells.json")
+    full = document({key(where): [0.5] for where in settings()})
+    part = document({name: errors for name, errors in full["error"].items() if not name.startswith("1|")})
+    assert forecast.whole("trained-x", lambda: part) == part and forecast.whole("trained-x", lambda: full) == full
+    assert forecast.whole("trained-x", lambda: part) == full
 
 
 def test_a_forecast_that_is_right_and_one_that_is_wrong_are_told_apart_from_what_anybody_would_say() -> None:
