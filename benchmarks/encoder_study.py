@@ -118,7 +118,8 @@ def main() -> None:
     )
     for name in asked.targets:
         once(DOCUMENTS, name, partial(measured, name, asked.data, asked.seeds))
-    documents = {name: read(DOCUMENTS)[name] for name in TARGETS if name in read(DOCUMENTS)}
+    kept = read(DOCUMENTS)
+    documents = {name: kept[name] for name in TARGETS if name in kept}
     cold = [(name, "plain", "cold", "plain") for name in WARM]
     warmed = [(name, "plain", "random", "plain") for name in WARM[1:]]
     for name in TARGETS:
