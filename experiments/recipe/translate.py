@@ -169,10 +169,13 @@ def translate_recipe(file: Path) -> Translated:
 
 def _translate_key(translation: _Translation, key: str, tree: Tree, same: Mapping[str, str]) -> None:
     value, table = to_python(tree), _read_table()
+    parts = value if isinstance(value, dict) else _flatten(value)
     if key in _SPECIAL:
         _SPECIAL[key](translation, key, tree)
     elif key in same:
-        translation.set({same[key]: value}, tree.location)
+        if isinstance(value, str) and re.fullmatch(r"\d+(_\d+)+", value):  # a number in their YAML 1.1
+            value = int(value)
+        translation.set({same[key]: value} | table["with"].get(key, {}), tree.location)
     elif key in table["choices"]:
         name = str(value).lower() if isinstance(value, bool) else str(value)
         settings = table["choices"][key].get(name)
@@ -180,7 +183,7 @@ def _translate_key(translation: _Translation, key: str, tree: Tree, same: Mappin
             translation.reject(key, tree)
         else:
             translation.set(settings, tree.location)
-    elif key in table["notes"]:
+    elif key in table["notes"] and (key not in table["parts"] or set(parts) <= set(table["parts"][key])):
         translation.notes.append(f"{key}: {table['notes'][key]}")
     else:
         translation.reject(key, tree)
@@ -274,14 +277,6 @@ def _clip(translation: _Translation, key: str, tree: Tree) -> None:
 def _betas(translation: _Translation, key: str, tree: Tree) -> None:
     betas = [translation.value("adam_beta1") or 0.9, translation.value("adam_beta2") or 0.999]
     translation.set({"optimizer.betas": betas}, tree.location)
-
-
-def _noise(translation: _Translation, key: str, tree: Tree) -> None:
-    translation.set({"regularizer.kind": "neftune", "regularizer.alpha": to_python(tree)}, tree.location)
-
-
-def _wandb(translation: _Translation, key: str, tree: Tree) -> None:
-    translation.set({"tracker.kinds": ["wandb"], "tracker.project": to_python(tree)}, tree.location)
 
 
 def _modules(translation: _Translation, key: str, tree: Tree) -> None:
@@ -553,8 +548,6 @@ _SPECIAL: dict[str, Callable[[_Translation, str, Tree], None]] = {
     **dict.fromkeys(("warmup_steps", "lr_scheduler.num_warmup_steps"), _warmup_steps),
     **dict.fromkeys(("val_set_size", "val_size"), _holdout),
     **dict.fromkeys(("max_grad_norm", "clip_grad_norm"), _clip),
-    "neftune_noise_alpha": _noise,
-    "wandb_project": _wandb,
     "model._component_": _model,
     "model.lora_attn_modules": _lora_modules,
 }

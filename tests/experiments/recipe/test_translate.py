@@ -53,6 +53,7 @@ saves_per_epoch: 1
 weight_decay: 0.01
 special_tokens:
   pad_token: "<pad>"
+  eos_token: "<eos>"
 """
 EXPECTED = """\
 extends: instruction
@@ -195,7 +196,10 @@ def test_unknown_keys_are_listed_with_their_lines(home: Path, capsys: pytest.Cap
 
 def test_all_keys_known_is_exit_code_0(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (home / "some.yaml").write_text(
-        "base_model: flatshift-5m\nadapter: lora\nlearning_rate: 1e-4\nseed: 7\n", encoding="utf-8"
+        "base_model: flatshift-5m\nadapter: lora\nlearning_rate: 1e-4\nseed: 7\nsequence_len: 1_024\n"
+        "loss_watchdog_threshold: 5.0\nspecial_tokens: {pad_token: <pad>}\n"
+        "plugins: [axolotl.integrations.liger.LigerPlugin]\n",
+        encoding="utf-8",
     )
     assert run(["recipes", "from", "some.yaml"]) == 0
     assert capsys.readouterr().err == ""
