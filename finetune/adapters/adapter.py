@@ -189,8 +189,9 @@ def _wrap_with_peft(backbone: PreTrainedModel, config: LoraConfig, **options: An
         with preserve_rng_state(devices), warnings.catch_warnings(), _without_renaming():
             warnings.simplefilter("ignore")
             return get_peft_model(backbone, config, **options)
-    except ValueError as error:
-        raise UserError(f"adapter: PEFT refuses these settings: {str(error).splitlines()[0]}") from error
+    except (ValueError, ImportError) as error:  # ImportError: of an installed torchao that is too old for PEFT
+        refused = "these settings" if isinstance(error, ValueError) else "an installed package; upgrade or remove it"
+        raise UserError(f"adapter: PEFT refuses {refused}: {str(error).splitlines()[0]}") from error
 
 
 @contextmanager

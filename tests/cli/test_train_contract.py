@@ -279,6 +279,17 @@ def test_bad_training_input(tmp_path: Path, monkeypatch, capsys, words: list[str
     assert not (tmp_path / "out").exists()
 
 
+def test_a_torchao_that_peft_refuses_is_one_sentence(tmp_path: Path, monkeypatch, capsys) -> None:
+    def refuse() -> bool:
+        raise ImportError("Found an incompatible version of torchao. Found version 0.9.0")
+
+    monkeypatch.setattr("peft.tuners.lora.torchao.is_torchao_available", refuse)
+    assert run(["train", "classify", "--out", str(tmp_path / "out"), *flags(SMALL)]) == 2
+    error = capsys.readouterr().err
+    assert "PEFT refuses an installed package; upgrade or remove it: Found an incompatible version of torchao" in error
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_batch_that_no_memory_holds_is_refused(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr("flatshift.finetune.compute.memory.machine_memory", lambda: 1 << 24)
     words = ["train", "classify", "--out", str(tmp_path / "run"), *flags(SMALL | {"train.batch_size": 40})]
