@@ -102,7 +102,7 @@ def guide(document: dict[str, Any]) -> str:
     """The generated part of docs/which-regularizer.md, from the results alone."""
     base = document["baseline"]
     head = ["method", "gain, points", "95 %, seeds", "95 %, tasks", "found with 80 %", "p (Holm)", "seeds × tasks"]
-    head += ["at equal time", "step time ÷", "sharpness ÷ (95 %)", "what it is"]
+    head += ["at equal time", "step time ÷", "sharpness ÷ (95 %, tasks)", "what it is"]
     sizes = [
         f"{name} {task['rows']['train']} rows, {task['steps']} steps, majority {task['floor']:.2f}"
         for name, task in document["tasks"].items()
@@ -276,7 +276,7 @@ def advice(document: dict[str, Any]) -> list[str]:
     flatter = [f"`{n}`" for n, m in ranked if m["sharpness"] and (m["sharpness"]["high"] or 1.0) < 1]
     results.append(
         f"- Flatter minima than {base}'s, by an interval below 1: {', '.join(flatter) or 'none'} (of {len(ranked)} "
-        "uncorrected intervals over cells of a task and seed; cells where no rise was measured are left out). Of the "
+        "uncorrected intervals over tasks; runs where no rise was measured are left out). Of the "
         "others the study does not show it."
     )
     if any(control["control"] == "flat-lora" for control in document["controls"]):

@@ -214,7 +214,7 @@ class Optimizer:
     eps: float = 1e-8
     """Adam denominator offset."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Decay after warm-up, to zero at the last step (constant: none)."""
+    """Decay after warm-up, to zero right after the last step (constant: none)."""
     warmup: float = 0.03
     """Fraction of the steps with linearly rising learning rate."""
     clip: float | None = 1.0

@@ -279,7 +279,9 @@ def select(
         from flatshift.experiments.select.select import select
 
         manifest = select(resolved, directory, quiet=quiet or out is None, draw=None if out is None else draw_report)
-        return Selection.read(directory, manifest, path=None if out is None else directory)
+        assert resolved.recipe.select is not None
+        is_listed, text = target is not None and not _names_files(pool), resolved.recipe.select.columns.text
+        return Selection.read(directory, manifest, text, is_listed, path=None if out is None else directory)
 
 
 def embedder(
@@ -352,7 +354,7 @@ class Selection:
     indices: positions of the chosen records in the pool, in the order chosen; a repeated record appears each time. ids,
     texts: of the chosen records. scores: `{id: score}` of every record that was kept, smaller is better. nearest: the
     id of the target nearest to each chosen record, if the method provides one. manifest: contents of manifest.json.
-    path: the directory, if one was created.
+    path: the directory, if one was created. is_listed: the pool was a list of texts.
     """
 
     ids: list[str]
@@ -361,29 +363,31 @@ class Selection:
     nearest: list[str | None]
     manifest: dict[str, Any]
     path: Path | None = None
+    is_listed: bool = True
 
     @property
     def indices(self) -> list[int]:
         """Positions in the given list; raises UserError if the pool was files, whose records have their own ids."""
-        try:
-            return [int(id_) for id_ in self.ids]
-        except ValueError:
-            raise UserError("select: the pool was files, whose records have ids; use .ids") from None
+        if not self.is_listed:
+            raise UserError("select: the pool was files, whose records have ids; use .ids")
+        return [int(id_) for id_ in self.ids]
 
     @classmethod
-    def read(cls, directory: Path, manifest: dict[str, Any], *, path: Path | None) -> Selection:
-        """Read from a directory of `select`."""
+    def read(
+        cls, directory: Path, manifest: dict[str, Any], text: str, is_listed: bool, *, path: Path | None
+    ) -> Selection:
+        """Read from a directory of `select`; text: column of the texts."""
         import pyarrow.parquet as pq
 
         columns = ["id", "score", "rank", "selected", "nearest_target"]
         table = pq.read_table(directory / "scores.parquet", columns=columns).to_pydict()
         positions = {id_: row for row, id_ in enumerate(table["id"])}
-        lines = (directory / "selected.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = (directory / "selected.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
         records = [json.loads(line) for line in lines]
         ids = [str(record.get("repeat_of", record["id"])) for record in records]
-        texts = [str(record.get("text", record.get("source", ""))) for record in records]
+        texts = [str(record.get(text, record.get("source", ""))) for record in records]
         nearest = [table["nearest_target"][positions[id_]] for id_ in ids]
-        return cls(ids, texts, dict(zip(table["id"], table["score"], strict=True)), nearest, manifest, path)
+        return cls(ids, texts, dict(zip(table["id"], table["score"], strict=True)), nearest, manifest, path, is_listed)
 
 
 def sweep(

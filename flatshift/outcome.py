@@ -132,7 +132,8 @@ def _has_columns(data: Sequence[str], columns: Columns, task: Task) -> bool:
     except UserError:
         return False
     turns = rows[0].values.get("messages") if rows else None
-    return bool(rows) and not (isinstance(turns, list) and turns and turns[-1].get("role") in ("user", "system"))
+    last = turns[-1] if isinstance(turns, list) and turns and isinstance(turns[-1], dict) else {}
+    return bool(rows) and last.get("role", last.get("from")) not in ("user", "human", "system")
 
 
 def print_selection_outcome(path: Path, recipe: str | None, words: Sequence[str]) -> None:

@@ -432,7 +432,7 @@ class RecipeEmbedder:
             )
         if isinstance(embedder, Gradients) and embedder.adam and not moments:
             raise UserError(
-                "moments: gradients are divided by the root of their second moments; give a few hundred texts of the "
+                "moments: gradients are scaled by their second moments; give a few hundred texts of the "
                 "pool, the same in every task, or set select.embedder.adam to false"
             )
         self.recipe, self.embedder, self.moments = recipe, embedder, tuple(moments)

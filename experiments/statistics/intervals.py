@@ -21,8 +21,10 @@ class Interval:
 
     @property
     def excludes_zero(self) -> bool:
-        """True if the interval exists and is entirely on one side of zero."""
-        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+        """True if the interval is entirely on one side of zero. That of equal values has no width and excludes nothing,
+        as in `paired_p`."""
+        width = 0.0 if self.low is None or self.high is None else self.high - self.low
+        return width > 1e-9 * abs(self.value) and (self.low or 0.0) * (self.high or 0.0) > 0
 
 
 def t_quantile(p: float, df: int) -> float:

@@ -23,7 +23,8 @@ INDEPENDENT = 1e-6
 
 @dataclass(frozen=True)
 class KernelFit:
-    """One fit: [N, C] on the training rows, [M, C] on others, [N, C] each training row by a fit of all others."""
+    """One fit: [N, C] on the training rows, [M, C] on others, [N, C] each label by a fit of all others
+    (where rows have a label an output, the row's other ones included)."""
 
     train: np.ndarray
     test: np.ndarray

@@ -59,6 +59,7 @@ from flatshift.experiments.workflows.samples import (
 from flatshift.finetune.atomic import atomic_directory, write_json
 from flatshift.finetune.compute.numerics import cpu_threads, evaluation_mode
 from flatshift.finetune.data.eval_batching import EvalBatching
+from flatshift.finetune.data.example import document_place
 from flatshift.finetune.data.rows import Row, read_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.bootstrap import ResampledMetric, group_interval
@@ -187,7 +188,7 @@ class _SideBySide:
                 source.refuse_none(skipped)
             if subject.run is not None:
                 known_rows = KnownRows(resume_recipe(subject.run).recipe)
-                rows = list(known_rows.compare(rows, columns))
+                rows = list(known_rows.compare(rows, recipe.data.columns))
                 self.results.notes += [f"{subject.name}: {warning}" for warning in known_rows.warnings()]
         else:
             read = read_splits(recipe)
@@ -238,6 +239,10 @@ class _SideBySide:
                 intervals, notes = self._score_documents(
                     engine.model, tokenizer, rows, recipe, inference, figures, draw, columns
                 )
+            elif (self.window, self.overlap) != (None, None):
+                raise UserError(
+                    f"--window and --overlap cut whole documents, and {subject.name} reads none; leave them out"
+                )
             else:
                 encoded = encode_rows(
                     recipe,
@@ -263,7 +268,8 @@ class _SideBySide:
             results.intervals.setdefault(subject.name, {})[split] = intervals
             results.notes += [note for note in notes if note not in results.notes]
             results.figures[subject.name, split] = figures
-            results.rows[subject.name, split] = places
+            is_split = task.traits.splits_documents  # then figures are of documents, and places of their pieces
+            results.rows[subject.name, split] = list(dict.fromkeys(map(document_place, places))) if is_split else places
             if columns:
                 named = {"subject": [subject.name] * len(places), "row": [place.rpartition("/")[2] for place in places]}
                 texts = [shorten_text(str(row.values.get("text", ""))) for row in rows[:MAX_TEXTS]]

@@ -283,8 +283,8 @@ class _Ranker:
         return [np.array([sums[text] for text in row]) for row in texts]
 
     def _fit_to_window(self, contexts: Sequence[list[str]]) -> list[list[Candidate]]:
-        """Return candidates that fit the window: whole worked examples are left out first, starting with the
-        earliest."""
+        """Return candidates that fit the window: whole worked examples are left out first, starting with the earliest,
+        also of `contexts`."""
 
         def join(item: FilledPrompt, shots: Sequence[str]) -> list[_Text]:
             return [self._join(shots, b, s, item.after) for b, s in zip(item.before, item.candidates, strict=True)]
@@ -310,6 +310,7 @@ class _Ranker:
                     Candidate((*c.ids[:start], *c.ids[start + excess :]), c.start - excess, c.label, c.bytes)
                     for c in candidates
                 ]
+            context[:] = shots
             fitting.append(candidates)
         return fitting
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -74,6 +74,8 @@ def generate_from_run(
                 "hands none in; evaluate it with `flatshift eval`"
             )
         check_generative(recipe.task)
+        if raw and data:
+            raise UserError("--raw is of --prompt, and rows of --data go through the template; leave one of them out")
         settings = _resolve_decoding(recipe, decoding or {})
         if batch_size < 1:
             raise UserError(f"--batch-size: {batch_size} is too small; give at least 1")
@@ -196,10 +198,10 @@ class Question:
     """Set from another thread to stop the answer at its next token."""
 
     @property
-    def batch_key(self) -> tuple[str, Decoding]:
-        """Run and settings, equal for questions that can be answered in one batch."""
+    def batch_key(self) -> tuple[str, int | None, Decoding]:
+        """Run, end token and settings, equal for questions that can be answered in one batch."""
         seed = self.decoding.seed if self.decoding.temperature else 0
-        return self.name, replace(self.decoding, max_new_tokens=1, seed=seed)
+        return self.name, self.prompt.stop, replace(self.decoding, max_new_tokens=1, seed=seed)
 
     @property
     def is_complete(self) -> bool:
@@ -450,7 +452,8 @@ def _build_question(task: Any, turns: list[dict[str, str]], tokenizer: Any, *, r
     if raw or not task.input_format.uses_chat_template:
         (question,) = task.input_format.build_text_prompts([turns[-1]["content"]], tokenizer, raw=raw)
         return replace(question, lead="") if raw else question
-    (question,), _ = task.input_format.build_prompts(
-        [Row(dict.fromkeys(task.input_format.columns(), turns), "1", "the conversation")], tokenizer
-    )
-    return question
+    row = Row(dict.fromkeys(task.input_format.columns(), turns), "1", "the conversation")
+    questions, problems = task.input_format.build_prompts([row], tokenizer, bad_rows="skip")
+    if problems:
+        raise UserError(problems[0])
+    return cast(GenerationPrompt, questions[0])

@@ -111,7 +111,8 @@ class Predictor:
             values = read_canonical_values(record, self.recipe.data.columns, self.columns)
         except ValueError as error:
             raise UserError(f"row {number}: {error}") from None
-        values.pop("label", None)
+        if "label" not in self.columns:
+            values.pop("label", None)
         return Row(values, str(values.get("id", number)), f"row {number}", record, number - 1)
 
     def _predict_encoded(self, rows: Sequence[Row]) -> list[Record]:
@@ -131,6 +132,8 @@ class Predictor:
         encoded = encoder.add([dataclasses.replace(row, values={**row.values, **blank}) for row in rows])
         self.truncated_rows += encoded.truncated
         self.skipped += encoded.skipped
+        if not encoded.examples:
+            return []
         inference = EvalBatching.of(self.tokenizer, train, batch_size=size, device=device)
         evaluator = Evaluator(self.engine.eval_model, self.tokenizer, task, inference, label_names=self.label_names)
         with evaluation_mode(self.engine.eval_model):
@@ -202,7 +205,7 @@ def predict_from_run(
         skipped: list[str] = []
         rows = read_rows(
             data, columns=columns, required=predictor.columns, bad_rows=bad_rows, skipped=skipped,
-            label=lambda value: None,
+            label=predictor.task.read_label if "label" in predictor.columns else lambda value: None,
         )  # fmt: skip
         with disk_full_interrupts(f"writing {out}"):
             _open_parts(parts, settings)
@@ -275,14 +278,14 @@ def _write_parts(
         file = parts / f"part-{len(current):06}-{digest}.jsonl"
         current.add(file)
         if file.is_file() and (predictor.bad_rows == "skip" or sum(1 for _ in _iter_records([file])) == len(chunk)):
-            reused += len(chunk)
+            reused += sum(1 for _ in _iter_records([file]))
         else:
             if reused and done == reused:
                 console.say(f"{reused:,} rows were done before")
             records = predictor(chunk)
             with atomic_file(file) as temporary, temporary.open("w", encoding="utf-8") as handle:
                 handle.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-        done += len(chunk)
+        done += sum(1 for _ in _iter_records([file]))  # without skipped rows
         bar(done)
     for file in set(parts.glob(_PART_FILES)) - current:  # of rows that are no more so
         file.unlink()
@@ -299,11 +302,21 @@ def _join_parts(parts: Sequence[Path], path: Path, suffix: str, *, raw: bool) ->
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        schemas = [pa.Table.from_pylist(list(_iter_records([file]))).schema for file in parts]
-        schema = pa.unify_schemas(schemas, promote_options="permissive")
+        kinds: dict[str, set[type]] = {}
+        for record in _iter_records(parts):
+            for name, value in record.items():
+                kinds.setdefault(name, set()).add(float if type(value) is int else type(value))
+        mixed = {name for name, found in kinds.items() if len(found - {type(None)}) > 1}  # numbers and texts: texts
+
+        def read_table(file: Path, schema: pa.Schema | None = None) -> pa.Table:
+            records = [dict.fromkeys(kinds) | record for record in _iter_records([file])]
+            rows = [{n: str(v) if n in mixed and v is not None else v for n, v in r.items()} for r in records]
+            return pa.Table.from_pylist(rows, schema=schema)
+
+        schema = pa.unify_schemas([read_table(file).schema for file in parts], promote_options="permissive")
         with pq.ParquetWriter(path, schema) as writer:
             for file in parts:
-                writer.write_table(pa.Table.from_pylist(list(_iter_records([file])), schema=schema))
+                writer.write_table(read_table(file, schema))
     else:
         columns = list(dict.fromkeys(name for record in _iter_records(parts) for name in record))
         with path.open("w", encoding="utf-8", newline="") as stream:

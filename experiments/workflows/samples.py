@@ -118,7 +118,7 @@ class SavedSamples:
         """Return the texts of `key` by index; a truncated last line is skipped."""
         texts: dict[int, str] = {}
         if self.path is not None and self.path.is_file():
-            for line in self.path.read_text(encoding="utf-8").splitlines():
+            for line in self.path.read_text(encoding="utf-8").split("\n"):
                 try:
                     record = json.loads(line)
                     if record["key"] == key:
@@ -229,6 +229,8 @@ def compute_sample_metrics(
 
 def _get_test(row: Row) -> str:
     test = row.record.get("test")
+    if "text" not in row.values:
+        raise UserError(f"{row.where}: --programs runs a text and what continues it, and this run reads no `text`")
     if not isinstance(test, str) or not test.strip():
         raise UserError(f"{row.where}: no column 'test' to run with a program; leave --programs out, or add it")
     return test
@@ -271,7 +273,7 @@ def _score_toxicity(sampling: Sampling, texts: Sequence[Sequence[str]]) -> list[
 def build_generation_records(name: str, rows: Sequence[Row], texts: Sequence[Sequence[str]]) -> list[Mapping[str, Any]]:
     """Return the rows of generations.jsonl."""
     return [
-        {"by": name, "where": row.where, "prompt": row.values["text"], "texts": list(written)}
+        {"by": name, "where": row.where, "prompt": row.values.get("text", row.record), "texts": list(written)}
         for row, written in zip(rows, texts, strict=True)
     ]
 

@@ -404,7 +404,7 @@ class RequestHandler(BaseHTTPRequestHandler):
             "created": int(time.time()),
             "model": name,
         }
-        usage = (fields.get("stream_options") or {}).get("include_usage", False)
+        usage = count if (fields.get("stream_options") or {}).get("include_usage") else 0
         events: Iterator[tuple[int, str | None]] = iter(())
         try:
             if fields.get("max_tokens") != 0:
@@ -452,7 +452,7 @@ class RequestHandler(BaseHTTPRequestHandler):
         events: Iterator[tuple[int, str | None]],
         *,
         chat: bool,
-        usage: bool,
+        usage: int,
     ) -> None:
         more: dict[str, Any] = {"usage": None} if usage else {}
         begun: set[int] = set()
@@ -471,7 +471,7 @@ class RequestHandler(BaseHTTPRequestHandler):
             choice = {"index": index, **text, "logprobs": None, "finish_reason": reason}
             self._event({**about, "choices": [choice], **more})
         if usage:
-            self._event({**about, "choices": [], "usage": forms.token_usage(questions, len(questions))})
+            self._event({**about, "choices": [], "usage": forms.token_usage(questions, usage)})
         self._send(b"data: [DONE]\n\n")
         self._send(b"")  # the last chunk
 

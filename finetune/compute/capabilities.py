@@ -59,29 +59,13 @@ class Capabilities:
 
 
 CPU = Capabilities(
-    kind="cpu",
-    bf16=False,
-    sums=torch.float64,
-    short_products=True,
-    fused_optimizer=True,
-    pinned=False,
-    pages=False,
-    unread=1,
-    reads_masks=True,
-    judged_tokens=2048,
-)
+    kind="cpu", bf16=False, sums=torch.float64, short_products=True, fused_optimizer=True, pinned=False, pages=False,
+    unread=1, reads_masks=True, judged_tokens=2048,
+)  # fmt: skip
 CUDA = Capabilities(
-    kind="cuda",
-    bf16=True,
-    sums=torch.float32,
-    short_products=False,
-    fused_optimizer=True,
-    pinned=True,
-    pages=True,
-    unread=10,
-    reads_masks=False,
-    judged_tokens=None,
-)
+    kind="cuda", bf16=True, sums=torch.float32, short_products=False, fused_optimizer=True, pinned=True, pages=True,
+    unread=10, reads_masks=False, judged_tokens=None,
+)  # fmt: skip
 """Compute capability 9.0, as an H100's and an H200's; also used for any GPU since Ampere (8.0)."""
 T4 = replace(CUDA, bf16=False)
 """Compute capability 7.5, and a V100's 7.0: matrix units for float16, none for bf16."""

@@ -68,7 +68,7 @@ def name_piece(row: Row, number: int) -> tuple[str, str]:
 
 def find_document_starts(examples: Sequence[Example]) -> np.ndarray | None:
     """Return for each example the index of the first piece of its document, (N,); None if no document was split."""
-    places = [_PIECE.sub("", example.where) for example in examples]
+    places = [document_place(example.where) for example in examples]
     first: dict[str, int] = {}
     starts = np.array([first.setdefault(place, i) for i, place in enumerate(places)], dtype=np.int64)
     return None if len(first) == len(examples) else starts
@@ -79,7 +79,9 @@ def sum_by_document(values: np.ndarray, documents: np.ndarray) -> np.ndarray:
     return np.bincount(documents, weights=values, minlength=len(values)).astype(values.dtype)
 
 
-_PIECE = re.compile(r"(?<=\d)#\d+$")
+def document_place(where: str) -> str:
+    """Return the place of the document that a piece is of: file:line#piece without the piece."""
+    return re.sub(r"(?<=\d)#\d+$", "", where)
 
 
 @dataclass(frozen=True)

@@ -264,7 +264,7 @@ class _ColumnMapper:
             return None
         if own + len(forms) > 1:
             names = ["messages"] * own + [FORMS[form][0] for form in forms]
-            fix = "rename one of them" if forms[0] in TWO_TURNS else f"name one: {self.setting}.messages"
+            fix = f"name one: {self.setting}.messages" if "conversations" in names else "rename one of them"
             raise ValueError(f"columns {' and '.join(map(repr, names))} may each be the conversation; {fix}")
         form = "" if own else forms[0]
         self._check_form(form, {name: column for name, (column, *_) in FORMS.items()} | {"": "messages"})

@@ -238,7 +238,7 @@ def _percentile_interval(
     value: float, replicates: NDArray, confidence: float, n: int, *, share: bool
 ) -> BootstrapInterval:
     low = high = math.nan
-    if n > 1 and len(replicates) > 1 and np.isfinite(replicates).all():
+    if n > 1 and len(replicates) > 1 and np.isfinite(replicates).all() and (share or np.ptp(replicates) > 0):
         tail = (1.0 - confidence) / 2.0
         low, high = np.quantile(replicates, [tail, 1.0 - tail])
     finite = [float(x) if math.isfinite(x) else None for x in (value, low, high)]

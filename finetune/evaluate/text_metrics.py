@@ -16,7 +16,7 @@ from math import comb
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-_NUMBER = re.compile(r"(?<![\w.])[-−+]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:/\d+)?(?!\w)")
+_NUMBER = re.compile(r"(?<![\w.])[-−+]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:/\d+)?(?!\w|[.,/]\d)")
 _MARK = "####"
 _BETA2 = 4.0
 _LONGEST = 6
@@ -109,13 +109,13 @@ def parse_spans(tags: str) -> set[tuple[str, int, int]]:
     spans, start, kind = set(), 0, ""
     for i, tag in enumerate([*tags.split(), "O"]):
         mark, _, tag_kind = tag.partition("-")
-        continues = mark in ("I", "E") and kind != "" and tag_kind == kind
+        continues = mark in ("I", "E") and kind != "" and (tag_kind or "_") == kind
         if kind and not continues:
             spans.add((kind, start, i - 1))
             kind = ""
         if not continues and mark in ("B", "I", "E", "S"):
             start, kind = i, tag_kind or "_"
-        if kind and (mark == "S" or (continues and mark == "E")):
+        if kind and mark in ("S", "E"):
             spans.add((kind, start, i))
             kind = ""
     return spans

@@ -52,7 +52,7 @@ class Preference(TemplateTask):
     """Reward per nat of log-likelihood (ipo: its τ; simpo: of the mean over an answer's tokens). Smaller values let
     the model move further from the base model. Null: 0.1; for simpo 2."""
     label_smoothing: float | None = None
-    """Assumed share of pairs with swapped answers (dpo: cDPO, 2306.12929; simpo). Null: 0."""
+    """Assumed share of pairs with swapped answers (dpo: as cDPO, ericmitchell.ai/cdpo.pdf; simpo). Null: 0."""
     per_token: bool = False
     """dpo: divide each answer's log-ratio by its number of tokens. ipo, simpo and orpo always do, kto never."""
     gamma: float | None = None

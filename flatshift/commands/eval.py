@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -117,10 +118,7 @@ class Flags:
     @property
     def asks_for_several(self) -> bool:
         """True if the flags need the side-by-side evaluation instead of one run's own."""
-        names = (
-            *("group_by", "trained", "window", "overlap", "out", "prompt", "shots", "samples", "probe"),
-            *("programs", "unsafe_programs", "toxicity"),
-        )
+        names = ("group_by", "trained", "window", "overlap", "out", "prompt", "samples", "probe")
         return (
             len(self.subjects) > 1 or any(getattr(self, name) for name in names) or not self._is_run(self.subjects[0])
         )
@@ -139,16 +137,46 @@ class Flags:
         return Path(self.subjects[0])
 
 
+_SAMPLING = ("temperature", "top_p", "max_new_tokens", "sample_seed")
+_WITH = {
+    "prompt": ("shots", "shots_from", "shot_seeds", "score"),
+    "samples": (*_SAMPLING, "programs", "toxicity"),
+    "programs": ("unsafe_programs", "pass_at"),
+    "toxicity": ("toxic_label",),
+}
+"""Flags that have a meaning with another one only, as have those that begin with its name."""
+_WITHOUT_WINDOW = {field.name for field in dataclasses.fields(Flags)} - {"window", "overlap"}
+_ALONE: dict[str, Collection[str]] = {
+    "harness": ("json",),
+    "sharpness": ("data", "json"),
+    "probe": ("data", "json", "out", "samples", *_SAMPLING),
+    "prompt": _WITHOUT_WINDOW - {"samples"},
+    "samples": _WITHOUT_WINDOW,
+}
+"""Other flags that go with those that ask for another evaluation."""
+
+
+def _check_flags(flags: Flags) -> None:
+    """Raise UserError for a flag that would be ignored."""
+    changed = [f.name for f in dataclasses.fields(Flags)[1:] if getattr(flags, f.name) != f.default]
+    for mode in _ALONE | _WITH:
+        for name in changed:
+            is_own, flag = name.startswith(f"{mode}_") or name in _WITH.get(mode, ()), name.replace("_", "-")
+            if is_own and mode not in changed:
+                raise UserError(f"--{flag} has a meaning with --{mode} only; add that, or leave it out")
+            if mode in changed and not (is_own or name in (mode, *_ALONE.get(mode, changed))):
+                raise UserError(f"--{flag} does not go with --{mode}; leave one of them out")
+
+
 def run(argv: list[str]) -> int:
     flags, overrides = parse_command(Flags, "eval", argv)
     if not flags.subjects:
         raise UserError("eval needs a RUN_DIR or a BACKBONE; see `flatshift eval --help`")
-    for mode, run_mode in (("harness", _run_harness), ("sharpness", _run_sharpness)):
-        if getattr(flags, mode):
-            return run_mode(flags, overrides)
-        if settings := _settings_with_prefix(flags, f"{mode}_"):
-            flag = f"{mode}-{next(iter(settings)).replace('_', '-')}"
-            raise UserError(f"--{flag} has a meaning with --{mode} only; add that, or leave it out")
+    _check_flags(flags)
+    if flags.harness:
+        return _run_harness(flags, overrides)
+    if flags.sharpness:
+        return _run_sharpness(flags, overrides)
     if flags.asks_for_several:
         return _evaluate_side_by_side(flags, argv, overrides)
     path = flags.run
@@ -176,10 +204,6 @@ def _evaluate_side_by_side(flags: Flags, argv: list[str], overrides: list[Any]) 
 
     few_shot = None
     if flags.prompt is not None:
-        if windows := [name for name in ("window", "overlap") if getattr(flags, name) is not None]:
-            raise UserError(
-                f"--{windows[0]} cuts whole documents, and --prompt ranks candidates; leave one of them out"
-            )
         from flatshift.experiments.workflows.few_shot import FewShot, read_prompt
 
         few_shot = FewShot(
@@ -191,45 +215,20 @@ def _evaluate_side_by_side(flags: Flags, argv: list[str], overrides: list[Any]) 
             score=flags.score,
             spoken=flags.prompt_language,
         )
-    elif flags.shots or flags.shots_from or flags.prompt_language:
-        raise UserError("--shots, --shots-from and --prompt-language need --prompt NAME; `nli`, or a file of yours")
     sampling = None
     if flags.samples:
         from flatshift.experiments.workflows.samples import Sampling
 
-        sampling = Sampling(
-            samples=flags.samples,
-            temperature=flags.temperature,
-            top_p=flags.top_p,
-            max_new_tokens=flags.max_new_tokens,
-            seed=flags.sample_seed,
-            programs=flags.programs,
-            unsafe_programs=flags.unsafe_programs,
-            pass_at=flags.pass_at,
-            toxicity=flags.toxicity,
-            toxic=flags.toxic_label,
-        )
-    elif flags.programs or flags.toxicity:
-        raise UserError("--programs and --toxicity evaluate generated text; add --samples N")
-    if flags.unsafe_programs and not flags.programs:
-        raise UserError("--unsafe-programs is about the programs of --programs; add that, or leave it out")
+        names = {"seed": "sample_seed", "toxic": "toxic_label"}
+        settings = {f.name: getattr(flags, names.get(f.name, f.name)) for f in dataclasses.fields(Sampling)}
+        sampling = Sampling(**settings)
     if flags.probe is not None:
         return _run_probe(flags, argv, overrides, sampling)
     document = evaluate_side_by_side(
-        flags.subjects,
-        data=flags.data,
-        group_by=flags.group_by,
-        trained=flags.trained,
-        window=flags.window,
-        overlap=flags.overlap,
-        few_shot=few_shot,
-        sampling=sampling,
-        overrides=overrides,
-        out=flags.out,
-        command=join_command(["flatshift", "eval", *argv]),
-        quiet=flags.json,
-        page=page,
-    )
+        flags.subjects, data=flags.data, group_by=flags.group_by, trained=flags.trained, window=flags.window,
+        overlap=flags.overlap, few_shot=few_shot, sampling=sampling, overrides=overrides, out=flags.out,
+        command=join_command(["flatshift", "eval", *argv]), quiet=flags.json, page=page,
+    )  # fmt: skip
     print_result(document, format_document(document), as_json=flags.json)
     return 0
 
@@ -237,9 +236,6 @@ def _evaluate_side_by_side(flags: Flags, argv: list[str], overrides: list[Any]) 
 def _run_probe(flags: Flags, argv: list[str], overrides: list[Any], sampling: Any) -> int:
     from flatshift.experiments.workflows.samples import format_document, probe_models, read_probe
 
-    for name in ("prompt", "group_by", "trained", "window", "overlap", "programs", "toxicity"):
-        if getattr(flags, name):
-            raise UserError(f"--{name.replace('_', '-')} does not go with --probe; leave one of them out")
     document = probe_models(
         flags.subjects,
         read_probe(flags.probe or ""),
@@ -274,9 +270,6 @@ def _run_sharpness(flags: Flags, overrides: list[Any]) -> int:
 
 
 def _run_harness(flags: Flags, overrides: list[Any]) -> int:
-    for name, value in vars(flags).items():
-        if name.startswith(("sharpness", "data")) and value:
-            raise UserError(f"--{name.replace('_', '-')} does not go with --harness; leave one of them out")
     for tree in overrides:
         # Only train.device may be overridden.
         if set(getattr(tree.children.get("train"), "children", tree.children)) != {"device"}:

@@ -42,6 +42,8 @@ class Flags:
 def run(argv: list[str]) -> int:
     flags = parse_flags(Flags, "export", argv)
     out = flags.out or flags.run / ("export" if flags.to == "hub" else flags.to)
+    if flags.to in ("hub", "vllm") and (flags.outtype != "auto" or flags.llama_cpp):
+        raise UserError("--outtype and --llama-cpp are of --to gguf and --to ollama; leave them out")
     if flags.to != "hub":
         return _export_deployment(flags, out)
     from flatshift.experiments.workflows.export import export_run as export_run

@@ -186,24 +186,6 @@ def lanczos(product: Product, start: Tensor, *, steps: int, tolerance: float = 1
     return Spectrum(ends[0], ends[1], top)
 
 
-def power_iteration(product: Product, start: Tensor, *, steps: int, tolerance: float = 1e-3) -> tuple[Estimate, Tensor]:
-    """Return the eigenvalue of largest size (it may be negative) and its unit vector. A simple check of `lanczos` that
-    stores two vectors instead of one per step."""
-    v = start / norm(start)
-    value = residual = 0.0
-    iterations = 0
-    while iterations < steps:
-        iterations += 1
-        w = product(v)
-        value = dot(w, v)
-        residual = norm(w - v * value)
-        size = norm(w)
-        if size == 0 or residual <= tolerance * abs(value):
-            break
-        v = w / size
-    return Estimate(value, value - residual, value + residual, iterations), v
-
-
 def hutchinson(product: Product, vectors: Iterable[Tensor], *, confidence: float = 0.95) -> Estimate:
     """Estimate tr H = E zᵀHz for `vectors` z with E zzᵀ = 1 (Hutchinson 1990: random signs), with Student's
     interval."""

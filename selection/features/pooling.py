@@ -44,7 +44,7 @@ class Gradients(Settings):
     batch_size: int = bounded(16, minimum=1)
     """Texts per pass."""
     adam: bool = True
-    """Divide each entry by the root of its second moment, as in Adam's steps."""
+    """Divide each entry by the fourth root of its second moment: products are divided by the root, as by Adam."""
     moment_texts: int = bounded(256, minimum=1)
     """Pool texts, drawn by seed, for the second moments."""
 

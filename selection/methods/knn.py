@@ -107,8 +107,10 @@ class RoundRobinSelector(Selector, RoundRobin):
             turn = np.flatnonzero(active)
             next_rows, next_squared = nearest.rows[turn, next_rank[turn]], nearest.squared[turn, next_rank[turn]]
             # The nearest goes first, so that the order of the targets does not matter.
-            for row in next_rows[np.lexsort((next_rows, next_squared))]:
-                if turn_of[row] < 0:
+            for j in turn[np.lexsort((next_rows, next_squared))]:
+                while next_rank[j] < k and turn_of[row := nearest.rows[j, next_rank[j]]] >= 0:
+                    next_rank[j] += 1
+                if next_rank[j] < k:
                     turn_of[row], count = count, count + 1
             rounds += bool(len(turn))
         self.scores_ = move_behind(turn_of.astype(np.float64), turn_of < 0, nearest.row_squared)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,21 @@ def test_several_answers_and_prompts(server: Server) -> None:
     status, text = ask(server, "POST", "/v1/chat/completions", {"messages": CARD, "n": 2, "stream": True, **sampled})
     events = [json.loads(line[6:]) for line in text.splitlines() if line and "[DONE]" not in line]
     assert status == 200 and {event["choices"][0]["index"] for event in events} == {0, 1}
+    body = {
+        "prompt": ["The card", "A fee of the other card"],
+        "max_tokens": 1,
+        "stream_options": {"include_usage": True},
+    }
+    used = complete(server, **{"prompt": body["prompt"], "max_tokens": 1})["usage"]
+    text = ask(server, "POST", "/v1/completions", body | {"stream": True})[1]
+    assert json.loads(text.split("\n\n")[-3].removeprefix("data: "))["usage"] == used
+
+
+def test_a_batch_has_one_end_of_turn(server: Server) -> None:
+    """A text that goes on is not cut at the end token of a chat that waits beside it."""
+    chat, text = (server.runs.ask("seed-0", "The card", raw=True) for _ in range(2))
+    chat.prompt = replace(chat.prompt, stop=5)
+    assert not server.runs.can_join([chat, text]) and server.runs.can_join([text, text])
 
 
 def test_log_probabilities_judge_a_prompt_of_tokens(runs: list[Path], server: Server) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from flatshift.cli import run
 from flatshift.experiments.recipe import from_override, load_recipe, resume_recipe
+from flatshift.experiments.workflows.generate import GenerativeRuns
 from flatshift.finetune import assets
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.backbone import open_backbone
@@ -134,6 +135,17 @@ def test_it_answers_as_it_was_judged(finished: Path, tmp_path: Path, capsys: pyt
     records = json.loads(capsys.readouterr().out)
     assert [one["prompt"] for one in records] == ["<bos>Q: Hi\nAssistant:"] * 3
     assert len({one["text"] for one in records}) == 1 and 0 < records[0]["tokens"] <= 4
+    assert run([*arguments, "--raw"]) == 2 and "--raw is of --prompt" in capsys.readouterr().err
+    samples = ["eval", str(finished), "--data", str(path), "--samples", "1", "--out", str(tmp_path / "judged")]
+    assert run([*samples, "--max-new-tokens", "2"]) == 0
+    lines = (tmp_path / "judged" / "generations.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["prompt"]["messages"] for line in lines] == [turns, turns[:1]]
+    capsys.readouterr()
+    tested = write_jsonl(tmp_path / "tested.jsonl", [{"messages": turns, "test": "assert True"}])
+    words = ["eval", str(finished), "--data", str(tested), "--samples", "1", "--programs", "--unsafe-programs"]
+    assert run(words) == 2 and "this run reads no `text`" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"^the conversation: roles are out of order: [^;]*$"):
+        GenerativeRuns([finished]).ask("run", [*turns[:1], *turns[:1]])
     assert run(["eval", str(finished), "--harness", "hellaswag"]) == 2
     assert "--harness" in capsys.readouterr().err
 
@@ -336,11 +348,18 @@ def test_columns_of_other_toolkits_are_all_read(based: Path, tmp_path: Path, cap
     bad = {
         "two.jsonl": (twice, "two system turns"),
         "pairs.jsonl": ({"instruction": "x", "history": ["Hi"]}, "column 'history' is no list of pairs"),
+        "also.jsonl": (
+            {"messages": SAID, "instruction": "x", "output": "y"},
+            "columns 'messages' and 'instruction' may each be the conversation; rename one of them",
+        ),
+        "both.jsonl": ({"messages": SAID, "conversations": SAID}, "name one: data.columns.messages"),
     }
     for name, (record, says) in bad.items():
         data = write_jsonl(tmp_path / name, [record])
         assert run(["generate", str(based), "--data", str(data)]) == 2
         assert f"{name}:1: " in (err := capsys.readouterr().err) and says in err
+    words = ["--data", str(tmp_path / "both.jsonl"), "--data.columns.messages", "conversations"]
+    assert run(["generate", str(based), *words, "--max-new-tokens", "1"]) == 0
 
 
 def test_of_a_prompt_of_several_turns_only_the_completion_is_supervised(tmp_path: Path) -> None:

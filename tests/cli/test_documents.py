@@ -137,6 +137,17 @@ def test_documents_go_through_the_commands(corpus: Path, capsys: pytest.CaptureF
     assert len(chosen) == 3 and all(line["text"].startswith("# Note") for line in chosen)
 
 
+def test_groups_of_documents_in_pieces(corpus: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["--task.kind", "masked-lm", "--backbone", "flatshift-encoder-3m", *FAST]
+    assert run(["train", "language-model", "--data", "notes", "--out", "mlm", *words]) == 0
+    rows = [{"text": text(1 + i, 3), "lang": "ab"[i % 2]} for i in range(4)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    capsys.readouterr()
+    assert run(["eval", "mlm", "--data", "rows.jsonl", "--group-by", "lang", "--json"]) == 0
+    groups = json.loads(capsys.readouterr().out)["group_by"]["figures"]["mlm"]["data"]
+    assert {name: figures["loss"]["n"] for name, figures in groups.items()} == {"a": 2, "b": 2}
+
+
 @pytest.mark.parametrize("breaks", ["\n\n", " "])
 def test_of_a_single_document_its_end_is_held_out(corpus: Path, capsys: pytest.CaptureFixture, breaks: str) -> None:
     words = [f"token{i} of it" for i in range(300)]

@@ -67,7 +67,7 @@ def test_unsafe_programs_are_run_only_where_asked(tmp_path: Path, capsys, monkey
     words = ["eval", "flatshift-5m", "--data", str(data), "--samples", "1", "--max-new-tokens", "1", "--json"]
     for given, said in (
         (["--programs"], "no namespaces"),
-        (["--unsafe-programs"], "about the programs of --programs"),
+        (["--unsafe-programs"], "--unsafe-programs has a meaning with --programs only"),
     ):
         capsys.readouterr()
         assert run([*words, *given]) == 2
@@ -75,7 +75,7 @@ def test_unsafe_programs_are_run_only_where_asked(tmp_path: Path, capsys, monkey
     assert run([*words, "--programs", "--unsafe-programs"]) == 0
     assert "pass_at_1" in json.loads(capsys.readouterr().out)["figures"]["flatshift-5m"]["data"]
     assert run(["eval", "flatshift-5m", "--data", str(data), "--programs"]) == 2
-    assert "add --samples" in capsys.readouterr().err
+    assert "--programs has a meaning with --samples only" in capsys.readouterr().err
 
 
 def test_toxicity_by_a_classifier_of_ones_own(tmp_path: Path, capsys) -> None:

@@ -107,6 +107,9 @@ def test_ranked_completions_have_groups_and_a_bare_backbone(tmp_path, capsys):
     assert {"accuracy", "f1_macro", "matthews"} <= set(found["figures"]["flatshift-5m"]["test"])
     difference = found["differences"][f"{path} − flatshift-5m"]["test"]
     assert "accuracy" in difference and "majority_floor" not in difference
+    capsys.readouterr()
+    assert run(["eval", str(path), "--window", "64"]) == 2
+    assert "--window and --overlap cut whole documents, and " in capsys.readouterr().err
     by_label = found["group_by"]["figures"][str(path)]["test"]
     right = sum(group["accuracy"]["value"] * group["accuracy"]["n"] for group in by_label.values())
     assert right == pytest.approx(20 * found["figures"][str(path)]["test"]["accuracy"]["value"])
@@ -175,7 +178,7 @@ def test_few_shot_by_a_prompt_with_its_page(runs, tmp_path, capsys):
         assert sum(said["accuracy"]) / 6 == pytest.approx(found["figures"][name]["data"]["accuracy"]["value"])
     assert "How it was asked" in (out / "report.html").read_text()
     mistakes = (
-        (["--shots", "2"], "need --prompt"),
+        (["--shots", "2"], "--shots has a meaning with --prompt only"),
         (["--prompt", "nil"], "none of the shipped prompts"),
         (["--prompt", "nli", "--shots", "2"], "go together"),
         (["--prompt", "piqa"], "no column 'goal'"),

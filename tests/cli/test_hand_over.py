@@ -191,6 +191,9 @@ def test_what_writes_no_text_is_not_for_llama_cpp(tmp_path: Path, capsys) -> Non
         assert "trains a model that writes no text" in capsys.readouterr().err
     assert run(["export", str(tmp_path), "--to", "gguf", "--license", "mit"]) == 2
     assert "are of --to hub" in capsys.readouterr().err
+    for to in ("hub", "vllm"):
+        assert run(["export", str(tmp_path), "--to", to, "--outtype", "q8_0"]) == 2
+        assert "--outtype and --llama-cpp are of --to gguf and --to ollama" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -132,6 +132,12 @@ def test_texts_begin_as_in_training() -> None:
         (["--harness", "x", "--data", "f"], "--data does not go with --harness"),
         (["--harness", "x", "--mesh.dp", "2"], "--mesh.dp does not go with --harness"),
         (["--harness", "x", "--sharpness"], "--sharpness does not go with --harness"),
+        (["--harness", "x", "--samples", "3"], "--samples does not go with --harness"),
+        (["--sharpness", "--out", "y"], "--out does not go with --sharpness"),
+        (["--max-new-tokens", "200"], "--max-new-tokens has a meaning with --samples only"),
+        (["--score", "mean"], "--score has a meaning with --prompt only"),
+        (["--samples", "1", "--window", "64"], "--window does not go with --samples"),
+        (["--samples", "1", "--pass-at", "2"], "--pass-at has a meaning with --programs only"),
     ],
 )
 def test_what_does_not_go_is_refused(tmp_path: Path, capsys: Any, words: list[str], message: str) -> None:

@@ -185,6 +185,44 @@ def test_rows_that_nobody_can_count(
         assert len(said.read_text(encoding="utf-8").splitlines()) >= 1
 
 
+def test_a_prompt_may_read_the_label_and_a_file_numbers_and_texts(
+    trained: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--task.prompt", "{label} {text2}", "--task.completion", "{text}", "--task.max_new_tokens", "2"]
+    rows = [{"text": f"is my card number {i}", "label": f"kind {i % 3}", "text2": f"{i}"} for i in range(8)]
+    out = trained("completion", *words, rows=rows)
+    data = write(tmp_path / "new.jsonl", [{"text2": "7", "label": 1}, {"text2": "of", "label": "kind 2"}])
+    said = tmp_path / "said.parquet"
+    assert run(["predict", str(out), "--data", str(data), "--out", str(said)]) == 0
+    assert [row["prompt"].split()[-1] for row in pq.read_table(said).to_pylist()] == ["7", "of"]
+    known = write(tmp_path / "known.jsonl", rows[:6])
+    capsys.readouterr()
+    assert run(["eval", str(out), "--data", str(known), "--out", str(tmp_path / "judged"), "--json"]) == 0
+    assert any("6 of 6 rows were trained on" in note for note in json.loads(capsys.readouterr().out)["notes"])
+    part = write(tmp_path / "part", [{"a": 1, "b": None}, {"a": "x", "c": 2}])
+    predict._join_parts([part], said, ".parquet", raw=True)
+    assert pq.read_table(said).to_pylist() == [{"a": "1", "b": None, "c": None}, {"a": "x", "b": None, "c": 2}]
+
+
+def test_skipped_rows_are_not_counted(
+    trained: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = trained(*CLASSIFY)
+    data = write(tmp_path / "new.jsonl", [{"text": text} for text in ("one card", "  ", "two cards", "")])
+    words = ["predict", str(out), "--data", str(data), "--bad-rows", "skip", "--out"]
+    assert run([*words, str(tmp_path / "said.csv"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == 2
+    write(data, [{"text": " "}])
+    assert run([*words, str(tmp_path / "none.csv")]) == 2
+    assert "no row is left to predict" in capsys.readouterr().err and not (tmp_path / "none.csv").exists()
+    from flatshift.outcome import print_prediction_outcome
+
+    for turn, proposes in (({"from": "human", "value": "Hi"}, False), ("Hi", True)):
+        write(data, [{"text": "one card", "label": "card", "messages": [turn]}])
+        print_prediction_outcome(out, [str(data)], [], [])
+        assert ("flatshift eval" in capsys.readouterr().err) == proposes
+
+
 NUMBERS = [{"text": f"number {i} of many", "label": float(i)} for i in range(16)]
 
 

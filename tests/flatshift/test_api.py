@@ -13,6 +13,7 @@ import pytest
 
 import flatshift
 from flatshift.experiments.recipe import from_override, load_recipe
+from flatshift.finetune.errors import UserError
 from flatshift.selection.methods.gotd import GotD
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,6 +94,21 @@ def test_lists_of_texts_are_chosen_from_as_by_the_command(tmp_path: Path, monkey
     assert [line["path"] for line in kept.manifest["inputs"]] == [str(file) for file in files]
     assert flatshift.select([files[0]], files[1], budget=2, overrides=same | {"data.holdout": 0}).ids == short.ids
     assert sorted(path.name for path in tmp_path.iterdir()) == ["picked", "picked-texts"]
+    breaks = [f"{text} of\u2028two\x85lines" for text in POOL]  # line ends to str.splitlines
+    assert flatshift.select(breaks, TARGET, budget=2, overrides=same).texts[0] in breaks
+
+
+def test_files_have_ids_and_their_own_columns(tmp_path: Path) -> None:
+    sides = []
+    for name, texts in (("pool", POOL), ("target", TARGET)):
+        lines = [json.dumps({"id": f"10{row}", "body": text}) + "\n" for row, text in enumerate(texts)]
+        sides.append(tmp_path / f"{name}.jsonl")
+        sides[-1].write_text("".join(lines), encoding="utf-8")
+    columns = {"select.columns.text": "body", "data.holdout": 0}
+    picked = flatshift.select(*sides, budget=2, method=GotD(epsilon=0.1), overrides=columns)
+    assert picked.texts == [POOL[int(id_) - 100] for id_ in picked.ids] and all(picked.texts)
+    with pytest.raises(UserError, match="the pool was files, whose records have ids"):
+        _ = picked.indices
 
 
 def test_a_selector_takes_texts_with_any_embedder() -> None:

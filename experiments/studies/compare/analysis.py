@@ -215,10 +215,10 @@ def _compare_sides(
 
 
 def _sharpness_ratio(plan: ComparisonPlan, outcome: ComparisonResults, name: str) -> dict[str, Any] | None:
-    """Compute the ratio of sharpness to the baseline's over tasks and seeds, from ln; None if not measured. A pair in
-    which one is not positive has no ratio: it counts in `pairs` and not in `n`."""
+    """Compute the ratio of sharpness to the baseline's over tasks, from means over seeds of ln; None if not measured. A
+    pair of runs in which one is not positive counts in `pairs` and not in `n`."""
     base = plan.study.baseline
-    logs, pairs = [], 0
+    logs, pairs = dict[str, list[float]](), 0
     for task in plan.study.runs_on(name):
         for ours, peer in zip(outcome.finals[name, task], outcome.finals[base, task], strict=False):
             a, b = ours.get("sharpness"), peer.get("sharpness")
@@ -226,13 +226,13 @@ def _sharpness_ratio(plan: ComparisonPlan, outcome: ComparisonResults, name: str
                 continue
             pairs += 1
             if a > 0 and b > 0:
-                logs.append(math.log(a / b))
+                logs.setdefault(task, []).append(math.log(a / b))
     if not logs:
         return None
-    interval = t_interval(logs)
+    interval = t_interval([math.fsum(of_task) / len(of_task) for of_task in logs.values()])
     ends = (interval.value, interval.low, interval.high)
     ratio, low, high = (None if end is None else math.exp(end) for end in ends)
-    return {"ratio": ratio, "low": low, "high": high, "n": interval.n, "pairs": pairs}
+    return {"ratio": ratio, "low": low, "high": high, "n": sum(map(len, logs.values())), "pairs": pairs}
 
 
 def _bootstrap_endpoint(

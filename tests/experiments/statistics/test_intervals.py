@@ -32,6 +32,14 @@ def test_one_value_has_no_interval():
     assert not ours.excludes_zero
 
 
+def test_equal_differences_exclude_nothing():
+    """A few seeds that agree to the last row are no certainty: `paired_test` has no p for them either."""
+    difference = paired_difference({0: 0.52, 1: 0.54, 2: 0.53}, {0: 0.50, 1: 0.52, 2: 0.51})
+    assert difference is not None and difference.value == pytest.approx(0.02) and not difference.excludes_zero
+    assert not t_interval([0.0, 0.0, 0.0]).excludes_zero and t_interval([0.02, 0.021, 0.02]).excludes_zero
+    assert t_interval([-0.02, -0.021, -0.02]).excludes_zero and not t_interval([0.02, -0.021, 0.02]).excludes_zero
+
+
 def test_bounds_cut_the_interval_but_not_the_mean():
     ours = t_interval([0.01, 0.09], bounds=(0.0, 1.0))
     assert ours.low == 0.0 and ours.value == pytest.approx(0.05) and 0.05 < ours.high < 1

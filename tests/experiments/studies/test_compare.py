@@ -376,11 +376,12 @@ def test_a_diverged_run_counts_with_the_floor_and_a_failed_one_not(made) -> None
     assert found is not None and found["by_seed"] == pytest.approx({"0": 0.0, "1": -0.3})
 
 
-def test_the_endpoint_its_test_and_its_bootstrap_from_known_answers(tmp_path: Path) -> None:
+def test_the_endpoint_its_test_and_its_bootstrap_from_known_answers(tmp_path: Path, monkeypatch) -> None:
     from scipy.stats import ttest_rel
 
     from flatshift.experiments.report.chapters.comparison import page
-    from flatshift.experiments.studies.compare.analysis import analyse
+    from flatshift.experiments.statistics.intervals import t_interval
+    from flatshift.experiments.studies.compare.analysis import _sharpness_ratio, analyse
 
     recipe = make_study(tmp_path, seeds=6)
     plan = ComparisonPlan(str(recipe), [], data=tmp_path, tasks=["easy"])
@@ -399,7 +400,7 @@ def test_the_endpoint_its_test_and_its_bootstrap_from_known_answers(tmp_path: Pa
             finals.append(
                 {"cell": cell.key, "kind": "final", "method": method, "task": "easy", "seed": seed, "status": "done",
                  "metrics": metrics, "items": "".join(map(str, right.astype(int))), "cpu_s": 1.0, "step_cpu_s": 0.1,
-                 "sharpness": 0.01, "setting": {}, "reason": None}
+                 "sharpness": 0.01 * (1 + 0.1 * seed * (method == "ggpo")), "setting": {}, "reason": None}
             )  # fmt: skip
         outcome.finals[method, "easy"] = finals
         outcome.trials[method, "easy"] = [(plan.run("trial", method, "easy", 1_000_003, setting), finals[0])]
@@ -408,6 +409,16 @@ def test_the_endpoint_its_test_and_its_bootstrap_from_known_answers(tmp_path: Pa
     primary = document["methods"]["ggpo"]["primary"]
     difference = np.mean(shares["ggpo"]) - np.mean(shares["plain"])
     assert document["informative"] == ["easy"] and primary["value"] == pytest.approx(difference)
+    ratio = document["methods"]["ggpo"]["sharpness"]
+    gap = np.log1p(0.1 * np.arange(6)).mean()
+    assert math.log(ratio["ratio"]) == pytest.approx(gap) and (ratio["n"], ratio["low"]) == (6, None)  # of one task
+    outcome.finals["plain", "again"] = outcome.finals["plain", "easy"]
+    outcome.finals["ggpo", "again"] = [run | {"sharpness": 0.02} for run in outcome.finals["ggpo", "easy"]]
+    monkeypatch.setattr(type(plan.study), "runs_on", lambda self, name: ["easy", "again"])
+    both = _sharpness_ratio(plan, outcome, "ggpo")
+    assert both is not None and both["n"] == 12
+    assert math.log(both["low"]) == pytest.approx(t_interval([gap, math.log(2)]).low)
+    monkeypatch.undo()
     assert primary["p"] == pytest.approx(ttest_rel(shares["ggpo"], shares["plain"]).pvalue)
     assert primary["p_holm"] == primary["p"] and primary["wins"] == 6
     # independent items and seeds: the bootstrap's spread is that of a difference of two shares of 6 × 200 answers

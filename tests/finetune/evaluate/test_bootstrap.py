@@ -108,9 +108,11 @@ def test_a_share_of_all_or_of_none_has_the_interval_that_so_few_rows_leave(right
 
 
 def test_other_figures_and_single_rows_keep_their_interval():
-    loss = ResampledMetric.over([np.ones(5), np.ones(5)], ratio_statistic())
+    loss = ResampledMetric.over([np.arange(5.0), np.ones(5)], ratio_statistic())
     alone = group_interval(loss, [np.arange(5)], resamples=10)
-    assert alone is not None and (alone["low"], alone["high"]) == (1.0, 1.0)
+    assert alone is not None and alone["low"] < alone["value"] == 2.0 < alone["high"]
+    alike = group_interval(ResampledMetric.over([np.ones(5), np.ones(5)], ratio_statistic()), [np.arange(5)])
+    assert alike == {"value": 1.0, "low": None, "high": None, "n": 5}  # as for a single row, not a certain 1
     share = ResampledMetric.over([np.ones(5), np.ones(5)], ratio_statistic(), share=True)
     one = group_interval(share, [np.arange(1)], resamples=10)
     assert one is not None and one["low"] is None

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from flatshift.experiments.workflows import few_shot
 from flatshift.experiments.workflows.few_shot import FewShot, mcnemar, rank_rows, read_prompt
 from flatshift.finetune.compute.loss import find_head
 from flatshift.finetune.data.eval_batching import EvalBatching
@@ -109,12 +110,18 @@ def test_worked_examples_are_named_draws_and_never_the_row_itself(monkeypatch):
     assert again.predictions == found.predictions and found.right.shape == (1, 12)
 
 
-def test_examples_that_do_not_fit_are_left_out_whole_and_counted():
+def test_examples_that_do_not_fit_are_left_out_whole_and_counted(monkeypatch):
     model = tiny_model("llama", len(TOKENIZER)).eval()
     rows = nli_rows(4)
     asked = FewShot(prompt=NLI, name="nli", shots=3, source=("x",))
     found = rank_rows(model, TOKENIZER, rows, nli_rows(9, 20), asked, HOW, window=100)
     assert found.dropped == 4 * 2 and found.cut == 0
+    longest = []
+    monkeypatch.setattr(few_shot, "score_candidates", lambda model, rows, *more, **how: longest.append(
+        max(len(c.ids) for row in rows for c in row)) or score_candidates(model, rows, *more, **how))  # fmt: skip
+    asked = FewShot(prompt=NLI, name="nli", shots=3, source=("x",), score="calibrated")
+    assert rank_rows(model, TOKENIZER, rows, nli_rows(9, 20), asked, HOW, window=100).dropped == 4 * 2
+    assert len(longest) == 2 and max(longest) <= 100  # the texts without content fit too
     with pytest.raises(UserError, match="a candidate alone is longer than the 12 tokens"):
         rank_rows(model, TOKENIZER, rows, nli_rows(9, 20), asked, HOW, window=12)
 

@@ -34,6 +34,9 @@ from flatshift.finetune.evaluate.text_metrics import (
         ("1/0", None),
         ("none at all", None),
         ("x2 and v1.2.3", None),
+        ("12.5kg", None),
+        ("about 1,200km", None),
+        ("1,200.50 or 3/4, then 18.The", 18),
         ("#### unknown", None),
         ("10 apples#### 12 apples", 12),
     ],
@@ -58,6 +61,8 @@ def test_spans_as_seqeval_reads_them():
     assert parse_spans("I-PER I-PER B-PER") == {("PER", 0, 1), ("PER", 2, 2)}
     assert parse_spans("B-PER I-LOC") == {("PER", 0, 0), ("LOC", 1, 1)}
     assert parse_spans("S-PER B-LOC I-LOC E-LOC O E-PER") == {("PER", 0, 0), ("LOC", 1, 3), ("PER", 5, 5)}
+    assert parse_spans("B I I O") == {("_", 0, 2)} and span_f1("B I O", "B I I") == (0.0, 2.0)
+    assert parse_spans("E-PER I-PER") == {("PER", 0, 0), ("PER", 1, 1)}
     assert span_f1("B-PER I-PER O", "B-PER O O") == (0.0, 2.0)
     assert span_f1("B-PER O B-LOC", "B-PER O O") == (2.0, 3.0)
     assert span_precision("B-PER O B-LOC", "B-PER O O") == (1.0, 2.0)
