@@ -319,8 +319,8 @@ def _join_parts(parts: Sequence[Path], path: Path, suffix: str, *, raw: bool) ->
                 writer.write_table(read_table(file, schema))
     else:
         columns = list(dict.fromkeys(name for record in _iter_records(parts) for name in record))
-        with path.open("w", encoding="utf-8", newline="") as stream:
-            writer = csv.DictWriter(stream, columns, delimiter="\t" if suffix == ".tsv" else ",")
+        with path.open("w", encoding="utf-8", newline="") as table:
+            writer = csv.DictWriter(table, columns, delimiter="\t" if suffix == ".tsv" else ",")
             writer.writerow({name: _format_cell(name, raw) for name in columns})
             for record in _iter_records(parts):
                 writer.writerow({name: _format_cell(value, raw) for name, value in record.items()})
