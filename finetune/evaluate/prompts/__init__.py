@@ -165,20 +165,20 @@ def _row_choices(prompt: Prompt, row: Row) -> tuple[str, ...]:
 
 
 def _gold_index(prompt: Prompt, row: Row, names: Sequence[str], candidates: Sequence[str]) -> int:
-    text = str(row.values.get(prompt.answer))
+    text = str(value := row.values.get(prompt.answer))
     context = f"{row.where}: {prompt.answer} {shorten(text, 40)!r}"
     if prompt.labels:
         if text in names:
             return names.index(text)
         raise UserError(f"{context} is no class of the prompt ({', '.join(names)})")
-    if text in candidates:
+    if text in candidates and not (isinstance(value, int) and 0 <= value - prompt.first < len(candidates)):
         return list(candidates).index(text)
     if len(text) == 1 and text.isascii() and text.isupper():
         number = ord(text) - ord("A")
     else:
         try:
             number = int(float(text)) - prompt.first
-        except ValueError:
+        except (ValueError, OverflowError):
             number = -1
     if not 0 <= number < len(candidates):
         raise UserError(f"{context} is none of its {len(candidates)} choices")

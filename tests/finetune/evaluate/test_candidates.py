@@ -163,7 +163,9 @@ def test_choices_of_their_own_and_answers_in_every_form():
     for answer, gold in (("B", 1), (2, 2), ("third", 2), ("0", 0)):
         one = row(0, question="which?", options=["first", "second", "third"], answer=answer)
         assert fill_prompt(prompt, one).gold == gold
-    for answer in ("D", 3, "fourth"):
+    for answer, gold in ((3, 3), (4, 3), ("3", 2), ("D", 3)):  # a number is a place where there is such a place
+        assert fill_prompt(prompt, row(0, question="how many?", options=list("1234"), answer=answer)).gold == gold
+    for answer in ("D", 3, "fourth", "inf"):
         with pytest.raises(UserError, match="is none of its 3 choices"):
             fill_prompt(prompt, row(0, question="which?", options=["first", "second", "third"], answer=answer))
 
