@@ -132,21 +132,12 @@ def _curve_at(
     items = table.column(f"{test}.items")
     items = np.unique(items[np.isfinite(items)])
     return Curve(
-        axis=_SHORT.get(axis, axis.rpartition(".")[2]),
-        values=[float(v) for v in values],
-        test=matrix.y[cells],
-        train_error=column(fitted_column(table)),
-        fit=FITS[fitted_column(table)],
-        train_loss=column("train.loss"),
-        gradient_norm=column(GRADIENT),
-        sharpness=column(SHARPNESS),
-        metric=f"{split} {metric.replace('_', ' ')}",
-        unit="nats" if metric == "loss" else "",
-        items=int(items[0]) if len(items) == 1 else None,
-        epsilon=epsilon,
-        training=test == "train.loss",
-        lost=table.lost(setting),
-    )
+        axis=_SHORT.get(axis, axis.rpartition(".")[2]), values=[float(v) for v in values], test=matrix.y[cells],
+        train_error=column(fitted_column(table)), fit=FITS[fitted_column(table)], train_loss=column("train.loss"),
+        gradient_norm=column(GRADIENT), sharpness=column(SHARPNESS), metric=f"{split} {metric.replace('_', ' ')}",
+        unit="nats" if metric == "loss" else "", items=int(items[0]) if len(items) == 1 else None, epsilon=epsilon,
+        training=test == "train.loss", lost=table.lost(setting),
+    )  # fmt: skip
 
 
 def compare_settings(

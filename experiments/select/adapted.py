@@ -168,17 +168,9 @@ def train_loss_gap(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> 
     )
     with temporary_directory("flatshift-gap-") as folder:
         stage = TrainingStage(
-            name="loss gap",
-            task=LANGUAGE,
-            batches=batches,
-            dev=[],
-            optimizer=Optimizer(lr=settings.lr),
-            train=train,
-            evaluate=recipe.eval,
-            regularizer=build(recipe.regularizer),
-            run=RunDirectory(folder),
-            seed=seed,
-        )
+            name="loss gap", task=LANGUAGE, batches=batches, dev=[], optimizer=Optimizer(lr=settings.lr), train=train,
+            evaluate=recipe.eval, regularizer=build(recipe.regularizer), run=RunDirectory(folder), seed=seed,
+        )  # fmt: skip
         Trainer(Engine.alone(model), tokenizer, stage).fit()
 
     def measure(texts: Sequence[str]) -> np.ndarray:

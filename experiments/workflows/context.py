@@ -294,24 +294,11 @@ def _build_training_stage(context: RunContext, plan: StagePlan, engine: Engine, 
     panel = functools.partial(format_first_batch, batches.at(0)[0], tokenizer, task, label_names=names, units=units)
     context.console.outline([panel(samples=1, width=240)], [panel()])
     return TrainingStage(
-        name=plan.name,
-        task=task,
-        batches=batches,
-        dev=prepared.dev if is_last else [],
-        optimizer=plan.optimizer,
-        train=train,
-        evaluate=recipe.eval,
-        label_names=names,
-        regularizer=build_regularizer(recipe.regularizer),
-        run=context.run,
-        seed=seed,
-        recording=choose_recording(recipe, prepared) if is_last else None,
-        stop=context.stop,
-        track=context.trackers.log,
-        peak_tflops=context.peak_tflops,
-        plan=planned,
-        log=log,
-    )
+        name=plan.name, task=task, batches=batches, dev=prepared.dev if is_last else [], optimizer=plan.optimizer,
+        train=train, evaluate=recipe.eval, label_names=names, regularizer=build_regularizer(recipe.regularizer),
+        run=context.run, seed=seed, recording=choose_recording(recipe, prepared) if is_last else None,
+        stop=context.stop, track=context.trackers.log, peak_tflops=context.peak_tflops, plan=planned, log=log,
+    )  # fmt: skip
 
 
 def _report_plan(

@@ -140,19 +140,10 @@ class Watchdog:
         self.numbered += 1
         line, is_in_torch = _main_thread_position()
         heartbeat = Heartbeat(
-            number=self.numbered,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            count=self.count,
-            step=self.step,
-            phase=self.phase,
-            idle=time.monotonic() - self.moved,
-            longest=self.longest,
-            has_timeout=self.has_timeout,
-            line=line,
-            is_in_torch=is_in_torch,
-            has_left=has_left,
-        )
+            number=self.numbered, host=socket.gethostname(), pid=os.getpid(), count=self.count, step=self.step,
+            phase=self.phase, idle=time.monotonic() - self.moved, longest=self.longest, has_timeout=self.has_timeout,
+            line=line, is_in_torch=is_in_torch, has_left=has_left,
+        )  # fmt: skip
         self.board.put(f"beat-{self.rank}", json.dumps(asdict(heartbeat)))
 
     def _check_ranks(self, tick: float) -> None:

@@ -289,28 +289,14 @@ def price_layout(settings: RuleSettings, sizes: BackboneSizes, cluster: Cluster)
     if cluster.kind == "cuda" and not train.compile:  # torch.compile fuses most of them
         kernels = kernels_per_block(len(sizes.layers) / max(blocks, 1), recompute=train.checkpointing)
     work = StepLayout(
-        layers=blocks,
-        hidden=sizes.hidden,
-        heads=sizes.heads,
-        products=products,
-        head=sizes.outputs * sizes.hidden,
-        sequence=sequence,
-        rows=piece,
-        micro=pieces,
-        tp=mesh.tp,
-        pp=mesh.pp,
-        virtual=1 if mesh.schedule in ("1f1b", "gpipe") else mesh.virtual or 2,
-        recompute=train.checkpointing,
-        sequence_parallel=mesh.sequence_parallel,
-        gathered=gathered,
-        gathered_inside=shards * mesh.tp <= cluster.node,
-        reduced=4 * sizes.adapter / (mesh.tp * mesh.pp) * reduced,
-        reduced_inside=cluster.count <= cluster.node,
-        tp_inside=mesh.tp <= cluster.node,
-        exchanged=dispatched * (mesh.ep - 1) / mesh.ep,
-        exchanged_inside=mesh.ep * mesh.tp <= cluster.node,
-        kernels=kernels,
-    )
+        layers=blocks, hidden=sizes.hidden, heads=sizes.heads, products=products, head=sizes.outputs * sizes.hidden,
+        sequence=sequence, rows=piece, micro=pieces, tp=mesh.tp, pp=mesh.pp,
+        virtual=1 if mesh.schedule in ("1f1b", "gpipe") else mesh.virtual or 2, recompute=train.checkpointing,
+        sequence_parallel=mesh.sequence_parallel, gathered=gathered, gathered_inside=shards * mesh.tp <= cluster.node,
+        reduced=4 * sizes.adapter / (mesh.tp * mesh.pp) * reduced, reduced_inside=cluster.count <= cluster.node,
+        tp_inside=mesh.tp <= cluster.node, exchanged=dispatched * (mesh.ep - 1) / mesh.ep,
+        exchanged_inside=mesh.ep * mesh.tp <= cluster.node, kernels=kernels,
+    )  # fmt: skip
     tokens = train.batch_size * train.accumulate * train.max_length
     attention = 12 * train.max_length * sizes.hidden * blocks
     flops = tokens * (4 * (blocks * sizes.products + work.head) + 6 * met + attention)

@@ -157,33 +157,21 @@ class BackboneSizes:
         hidden = _first_integer(config, "hidden_size", "n_embd", "d_model")
         heads = _first_integer(config, "num_attention_heads", "n_head", "num_heads", "n_heads")
         return cls(
-            kind=str(config.get("model_type")),
-            hidden=hidden,
-            feed_forward=_feed_forward_width(config, hidden, chosen),
-            heads=heads,
-            groups=_first_integer(config, "num_key_value_heads", default=heads),
+            kind=str(config.get("model_type")), hidden=hidden, feed_forward=_feed_forward_width(config, hidden, chosen),
+            heads=heads, groups=_first_integer(config, "num_key_value_heads", default=heads),
             vocabulary=(words := _first_integer(config, "vocab_size", default=1)),
             wide=4 if gated else next((kept for name, kept in _WIDE.items() if name in config.values()), 3),
-            blocks=tuple(blocks.values()),
-            ends=tuple(sorted(ends, reverse=True)),
-            adapter=sum(trained),
-            inputs=inputs // len(blocks),
-            products=(multiplied + routed * chosen // max(experts, 1)) // len(blocks),
-            head=_first_integer(config, "head_dim", default=hidden // heads),
-            normed=normed,
+            blocks=tuple(blocks.values()), ends=tuple(sorted(ends, reverse=True)), adapter=sum(trained),
+            inputs=inputs // len(blocks), products=(multiplied + routed * chosen // max(experts, 1)) // len(blocks),
+            head=_first_integer(config, "head_dim", default=hidden // heads), normed=normed,
             ranks=(ranks[0] // len(blocks), ranks[1] // len(blocks)),
             trained=(trained[0] // len(blocks), trained[1] // len(blocks)),
             adapted_widths=(adapted_widths[0] // len(blocks), adapted_widths[1] // len(blocks)),
-            experts=experts if routed else 0,
-            routed=chosen,
-            expert_elements=routed // len(blocks),
-            expert_adapter=on_experts,
-            positions=usable_positions(config),
-            bounded=str(config.get("model_type")) in BOUNDED or any(map(_LEARNED.search, shapes)),
-            layers=tuple(layers),
-            outputs=words,
-            output=tuple(output),
-        )
+            experts=experts if routed else 0, routed=chosen, expert_elements=routed // len(blocks),
+            expert_adapter=on_experts, positions=usable_positions(config),
+            bounded=str(config.get("model_type")) in BOUNDED or any(map(_LEARNED.search, shapes)), layers=tuple(layers),
+            outputs=words, output=tuple(output),
+        )  # fmt: skip
 
     def under(self, task: Task, *, classes: int | None = None) -> BackboneSizes:
         """Return the sizes with the task's own head, newly initialised and trained in full, in place of the output

@@ -74,25 +74,14 @@ class Callbacks:
             is_world_process_zero=is_main,
         )
         self.args = CallbackArguments(
-            output_dir=str(stage.run.path),
-            max_steps=train.steps,
-            per_device_train_batch_size=train.batch_size,
-            gradient_accumulation_steps=train.accumulate,
-            learning_rate=optimizer.lr,
-            weight_decay=optimizer.weight_decay,
-            max_grad_norm=optimizer.clip,
-            seed=train.seed,
-            eval_strategy="steps" if has_dev else "no",
-            eval_steps=train.evaluation_interval,
-            save_strategy="steps" if train.save_every else "no",
-            save_steps=train.save_every,
-            metric_for_best_model=f"eval_{metric}",
-            greater_is_better=not find_metric(metric).lower,
-            load_best_model_at_end=has_dev,
-            logging_strategy="steps",
-            logging_steps=1,
-            disable_tqdm=True,
-        )
+            output_dir=str(stage.run.path), max_steps=train.steps, per_device_train_batch_size=train.batch_size,
+            gradient_accumulation_steps=train.accumulate, learning_rate=optimizer.lr,
+            weight_decay=optimizer.weight_decay, max_grad_norm=optimizer.clip, seed=train.seed,
+            eval_strategy="steps" if has_dev else "no", eval_steps=train.evaluation_interval,
+            save_strategy="steps" if train.save_every else "no", save_steps=train.save_every,
+            metric_for_best_model=f"eval_{metric}", greater_is_better=not find_metric(metric).lower,
+            load_best_model_at_end=has_dev, logging_strategy="steps", logging_steps=1, disable_tqdm=True,
+        )  # fmt: skip
         for callback in self.callbacks:
             if not isinstance(callback, TrainerCallback):
                 raise UserError(

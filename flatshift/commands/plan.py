@@ -74,17 +74,9 @@ def run(argv: list[str]) -> int:
     shown = gallery_recipes().get(flags.recipe)
     gpus = flags.gpus or (_ASSUMED if shown is None else shown.gpus)
     document = plan_mesh(
-        flags.recipe,
-        overrides,
-        model=flags.model,
-        gpus=gpus,
-        node=flags.node,
-        link=flags.nvlink,
-        network=flags.ib,
-        recompute=flags.checkpointing,
-        price=flags.price,
-        tokens=flags.tokens,
-    )
+        flags.recipe, overrides, model=flags.model, gpus=gpus, node=flags.node, link=flags.nvlink, network=flags.ib,
+        recompute=flags.checkpointing, price=flags.price, tokens=flags.tokens,
+    )  # fmt: skip
     text = json.dumps(document, indent=2, ensure_ascii=False)
     if flags.out is not None:
         from flatshift.finetune.atomic import write_text

@@ -104,19 +104,10 @@ def _run_train(argv: list[str]) -> int:
     except ValueError as error:
         raise UserError(f"tokenizer train: {error}") from None
     document = train_schemes(
-        flags.schemes,
-        data=flags.data,
-        out=flags.out,
-        vocabulary=flags.vocabulary,
-        seeds=flags.seeds,
-        held_out=flags.held_out,
-        group_by=flags.group_by,
-        columns=Columns(text=flags.text_column),
-        model=model,
-        command=join_command(["flatshift", "tokenizer", "train", *argv]),
-        quiet=flags.json,
-        page=page,
-    )
+        flags.schemes, data=flags.data, out=flags.out, vocabulary=flags.vocabulary, seeds=flags.seeds,
+        held_out=flags.held_out, group_by=flags.group_by, columns=Columns(text=flags.text_column), model=model,
+        command=join_command(["flatshift", "tokenizer", "train", *argv]), quiet=flags.json, page=page,
+    )  # fmt: skip
     if flags.json:
         print_json(document)
     else:

@@ -58,20 +58,9 @@ class TransportSelector(Selector, TransportSettings):
         from flatshift.selection.transport.solver import sinkhorn_potentials  # imports torch
 
         return sinkhorn_potentials(
-            x,
-            y,
-            a=a,
-            b=b,
-            epsilon=epsilon,
-            tolerance=self.tolerance,
-            seed=self.seed,
-            nearest=True,
-            chunk=self.chunk,
-            memory_bytes=int(self.memory_gib * 2**30),
-            cost=self.cost,
-            device=self.device,
-            **options,
-        )
+            x, y, a=a, b=b, epsilon=epsilon, tolerance=self.tolerance, seed=self.seed, nearest=True, chunk=self.chunk,
+            memory_bytes=int(self.memory_gib * 2**30), cost=self.cost, device=self.device, **options,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -293,26 +293,14 @@ def _to_potentials(problem: TransportProblem, settings: SolverSettings, solved: 
     if unit != 1.0:
         f = f * unit
     return Potentials(
-        f=f,
-        g=at.g.cpu().numpy() * unit,
-        scores=f - problem.team.dot(problem.a, f),
-        nearest=None if at.nearest is None else at.nearest.cpu().numpy().astype(np.int64),
-        marginal_error=at.error,
-        dual_value=at.value * unit,
-        epsilon=settings.epsilon * unit,
-        mean_cost=problem.mean_cost * unit,
-        tolerance=settings.tolerance,
-        converged=solved.satisfies(settings),
-        iterations=solved.iterations,
-        passes=solved.passes,
-        method=solved.method,
-        dtype=str(solved.dtype).removeprefix("torch."),
-        cost="sqeuclidean" if problem.scale is None else "cosine",
-        budget=settings.top,
-        overlap=solved.overlap,
-        overlap_estimate=solved.estimate,
-        resumed=solved.resumed,
-    )
+        f=f, g=at.g.cpu().numpy() * unit, scores=f - problem.team.dot(problem.a, f),
+        nearest=None if at.nearest is None else at.nearest.cpu().numpy().astype(np.int64), marginal_error=at.error,
+        dual_value=at.value * unit, epsilon=settings.epsilon * unit, mean_cost=problem.mean_cost * unit,
+        tolerance=settings.tolerance, converged=solved.satisfies(settings), iterations=solved.iterations,
+        passes=solved.passes, method=solved.method, dtype=str(solved.dtype).removeprefix("torch."),
+        cost="sqeuclidean" if problem.scale is None else "cosine", budget=settings.top, overlap=solved.overlap,
+        overlap_estimate=solved.estimate, resumed=solved.resumed,
+    )  # fmt: skip
 
 
 def _coincident_potentials(problem: TransportProblem, settings: SolverSettings, nearest: bool) -> Potentials:

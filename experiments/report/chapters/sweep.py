@@ -299,19 +299,11 @@ def _axis_charts(data: SweepData, direction: AxisAnalysis) -> list[Chart | None]
         limits = curve_charts.y_limits(trained, zero=kind == "error") if trained else None
         for number, setting in enumerate(direction.drawn):
             chart = curve_charts.curve_chart(
-                table,
-                axis,
-                setting,
-                lines,
-                name=f"{name}-{number}",
-                title=title,
-                unit=curve_charts.metric_unit(kind),
-                limits=limits,
-                analysed=direction.curve_at(setting) if kind == kinds[0] else None,
-                crossing=direction.crossing_at(setting),
-                epsilon=data.epsilon,
+                table, axis, setting, lines, name=f"{name}-{number}", title=title, unit=curve_charts.metric_unit(kind),
+                limits=limits, analysed=direction.curve_at(setting) if kind == kinds[0] else None,
+                crossing=direction.crossing_at(setting), epsilon=data.epsilon,
                 wide=len(direction.drawn) == 1 and len(kinds) == 1,
-            )
+            )  # fmt: skip
             charts.append(chart)
     return charts
 
