@@ -153,6 +153,13 @@ class Adapter:
         for name, values in {"ranks": self.ranks, "alphas": self.alphas}.items():
             if odd := [(key, value) for key, value in (values or {}).items() if not 0 < value < inf]:
                 raise ValueError(f"{name}.{odd[0][0]} must be above 0 and finite, got {odd[0][1]}; see `exclude`")
+            for key in values or {}:
+                try:
+                    re.compile(key)
+                except re.error as error:
+                    raise ValueError(
+                        f"{name}: {key!r} is no name or pattern ({error}); write .* for any text"
+                    ) from None
         if any(layer < 0 for layer in self.layers or ()):
             raise ValueError(f"layers must hold numbers ≥ 0, got {min(self.layers or ())}")
         if self.init_rows is not None and self.init not in DATA_INITS:

@@ -81,6 +81,7 @@ def split_overrides(argv: list[str], flags: type) -> tuple[list[str], list[Any]]
         UserError: a key without its value, two that contradict each other, or the last word of a key alone (`--steps`).
     """
     words, settings = _split_recipe_keys(argv, flags)
+    settings.sort(key=lambda setting: (setting[0].count("."), not setting[0].endswith(".kind")))  # kinds, then settings
     overrides = [from_override(key, value, flag) for key, flag, value in settings]
     refuse_contradictions(overrides)
     return words, overrides

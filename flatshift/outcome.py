@@ -148,7 +148,8 @@ def print_selection_outcome(path: Path, recipe: str | None, words: Sequence[str]
     rows, run = [], read_run(path)
     records = run.selection.top[:_MAX_RECORDS] if run.selection is not None else []
     for i, record in enumerate(records, 1):
-        text = next((v for k, v in record.items() if isinstance(v, str) and k not in ("id", "domain", "source")), "")
+        texts = [v for k, v in record.items() if isinstance(v, str) and k not in ("id", "domain", "source")]
+        text = record.get(run.recipe["select"]["columns"]["text"]) or (texts or [""])[0]
         score = number(float(record["score"])) if isinstance(record.get("score"), int | float) else "–"
         rows.append([str(record.get("rank", i)), score, shorten(" ".join(text.split()), _MAX_TEXT)])
     commands = _training_commands(path, run.recipe)
@@ -214,8 +215,8 @@ def summarize_sweep(path: Path) -> dict[str, Any]:
     return {
         "directory": str(path),
         "figure": column,
-        "best": None if best is None else {"setting": best[0], **dataclasses.asdict(best[1])},
-        "ties": data.ties(column),
+        "best": None if best is None else {"setting": data.whole(best[0]), **dataclasses.asdict(best[1])},
+        "ties": [data.whole(setting) for setting in data.ties(column)],
         "majority": data.majority_error(column),
         "verdicts": verdicts,
         "missing": missing_verdict_reasons(analysis),

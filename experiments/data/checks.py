@@ -135,7 +135,7 @@ class RowChecks:
             hashes.labels.append(-1 if label is None else self._labels.setdefault(label, len(self._labels)))
         if self.task.traits.is_answer_level and row.values.get(CHOSEN) is not None:
             first, second = (
-                [normalize_text(text) for text in _iter_texts(row.values.get(n))] for n in (CHOSEN, REJECTED)
+                [normalize_text(text) for text in iter_texts(row.values.get(n))] for n in (CHOSEN, REJECTED)
             )
             if first == second:
                 self._tallies["same_answers"].add(place)
@@ -166,7 +166,7 @@ class RowChecks:
         yield from _iter_column_texts(row, self._answers if self._answers or self._is_chat else self._read)
         for turn in _iter_turns(row.values.get("messages")) if self._is_chat else ():
             if _is_assistant_turn(turn):
-                yield from _iter_texts(turn)
+                yield from iter_texts(turn)
 
     def _find_unread(self, row: Row, place: Place, source: int, encoder: Any) -> None:
         form = (place[0], source, row.form)
@@ -289,15 +289,16 @@ def _count_descriptions(descriptions: Sequence[str]) -> _FindingCount:
 
 def _iter_column_texts(row: Row, names: Iterable[str]) -> Iterator[str]:
     for name in names:
-        yield from _iter_texts(row.values.get(name))
+        yield from iter_texts(row.values.get(name))
 
 
-def _iter_texts(value: Any) -> Iterator[str]:
+def iter_texts(value: Any) -> Iterator[str]:
+    """Yield every text and number in lists and mappings of any depth."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list | tuple):
         for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _iter_texts(item)
+            yield from iter_texts(item)
     elif value is not None:
         yield str(value)
 

@@ -94,14 +94,16 @@ def iter_source_rows(
 
     keys: receives every row. Raises UserError as `SourceFiles.rows`, and for a source without a usable row.
     """
+    records = len(skipped)
     for source in sources:
         counts.append(0)
         before = len(skipped)
+        first = sum(counts) + before - records  # place of the source's first record among those of all
         for row in source.rows(data, task, skipped):
             counts[-1] += 1
             if keys is not None:
                 keys.add(row, source.columns)
-            yield row
+            yield dataclasses.replace(row, index=row.index + first) if first else row
         if not counts[-1]:
             source.refuse_none(skipped[before:])
 

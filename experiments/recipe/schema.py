@@ -243,6 +243,8 @@ class Comparison:
                     )
         if self.methods and self.baseline not in self.methods:
             raise ValueError(f"baseline is {self.baseline!r}, which is none of the methods {', '.join(self.methods)}")
+        if self.methods and self.methods[self.baseline].tasks:
+            raise ValueError(f"methods.{self.baseline}.tasks: the baseline runs on all tasks; leave it out")
         for control, method_name in self.controls.items():
             for name in (control, method_name):
                 if self.methods and name not in self.methods:

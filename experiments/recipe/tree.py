@@ -206,18 +206,22 @@ def dump(values: Mapping[str, Any]) -> str:
     return text
 
 
-def merge(lower: Tree, upper: Tree) -> Tree:
-    """Merge `upper` over `lower`: mappings merge key by key, everything else is replaced.
+_ONE_CLASS = "optimizer"
 
-    Where `upper` changes a component's `kind`, the settings of the other kind are dropped. A component written as its
+
+def merge(lower: Tree, upper: Tree, key: str = "") -> Tree:
+    """Merge `upper` over `lower`, the values of `key`: mappings merge key by key, everything else is replaced.
+
+    Where `upper` changes a component's `kind`, the settings of the other kind are dropped; but for `optimizer`, whose
+    kinds share one class of settings. A component written as its
     bare kind (`regularizer: ggpo`) merges like the mapping it stands for: over the same kind it keeps the settings,
     over another kind it starts from that kind's defaults.
     """
     if not isinstance(upper, Branch):
         kind = lower.children.get("kind") if isinstance(lower, Branch) else None
-        if not (isinstance(lower, Branch) and isinstance(kind, Leaf) and isinstance(upper, Leaf)):
+        if not (isinstance(lower, Branch) and isinstance(upper, Leaf) and isinstance(upper.value, str)):
             return upper
-        if not isinstance(upper.value, str) or kind.value != upper.value:
+        if key != _ONE_CLASS and not (isinstance(kind, Leaf) and kind.value == upper.value):
             return upper
         upper = Branch({"kind": upper}, lower.location, {"kind": upper.location}, lower.text)
     if isinstance(lower, Leaf) and isinstance(lower.value, str):
@@ -225,12 +229,13 @@ def merge(lower: Tree, upper: Tree) -> Tree:
     if not isinstance(lower, Branch):
         return upper
     new_kind, old_kind = upper.children.get("kind"), lower.children.get("kind")
-    if isinstance(new_kind, Leaf) and isinstance(old_kind, Leaf) and new_kind.value != old_kind.value:
+    kinds = [kind.value for kind in (new_kind, old_kind) if isinstance(kind, Leaf)]
+    if key != _ONE_CLASS and len(kinds) == 2 and kinds[0] != kinds[1]:
         return upper
     children, keys = dict(lower.children), dict(lower.keys)
-    for key, value in upper.children.items():
-        children[key] = merge(children[key], value) if key in children else value
-        keys[key] = upper.keys.get(key, upper.location)
+    for name, value in upper.children.items():
+        children[name] = merge(children[name], value, name) if name in children else value
+        keys[name] = upper.keys.get(name, upper.location)
     return Branch(children, upper.location, keys, upper.text)
 
 

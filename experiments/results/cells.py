@@ -27,6 +27,8 @@ Status = Literal["done", "diverged", "failed"]
 RESULT = "result.json"
 MARKER, FORMAT = "sweep.json", 2
 """Plan of a sweep, and the format version of that file."""
+STUDY = "study.recipe.yaml"
+"""Recipe of a comparison, written before its cells."""
 CELLS, CURVES, POINTS, EMC = "cells.parquet", "curves.parquet", "points.csv", "emc.json"
 """Tables made from a sweep's cells."""
 FORECAST = "forecast.json"

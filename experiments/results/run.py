@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from flatshift.experiments.results.cells import MARKER
+from flatshift.experiments.results.cells import MARKER, STUDY
 from flatshift.experiments.results.predictions import Predictions, RunEvaluation, read_predictions
 from flatshift.experiments.results.sweep import SweepData, read_sweep
 from flatshift.experiments.results.table import read_parquet
@@ -229,7 +229,8 @@ class RunResults:
 
     @cached_property
     def sweep(self) -> SweepData | None:
-        return None if self.comparison else read_sweep(self.path)  # cells of a comparison are not a grid
+        is_comparison = self.comparison or (self.path / STUDY).is_file()  # whose cells are not a grid
+        return None if is_comparison else read_sweep(self.path)
 
     @cached_property
     def shift(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -477,6 +478,8 @@ def _run_entry(run: RunResults, name: str) -> DirectoryEntry:
     for kind, present in documents.items():
         if present:
             return DirectoryEntry(name, kind, "finished", date=date)
+    if (run.path / STUDY).is_file():
+        return DirectoryEntry(name, "comparison", "unfinished", date=date)
     if (run.path / MARKER).is_file() or (run.path / "cells").is_dir():
         return _sweep_entry(run, name, date)
     only_selects = (run.path / "scores.parquet").is_file() and not (run.path / "stages").is_dir()

@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flatshift.experiments.data.checks import iter_texts
 from flatshift.experiments.data.splits import read_splits
 from flatshift.experiments.recipe.schema import Recipe, Select
 from flatshift.experiments.run.console import Console
@@ -176,7 +177,7 @@ def _evaluation_rows(recipe: Recipe, spec: Select) -> list[Row]:
 
 def _all_texts(row: Row) -> list[str]:
     values = [row.values.get(name) for name in ("text", "text2")]
-    texts = values if isinstance(values[0], str) else row.record.values()
+    texts = values if isinstance(values[0], str) else iter_texts(row.record)
     return [text for text in texts if isinstance(text, str) and text]
 
 

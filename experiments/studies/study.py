@@ -20,6 +20,7 @@ from flatshift.experiments.recipe.build import suggest_nearest
 from flatshift.experiments.recipe.resolve import apply_overrides, recipe_tree, resolve_tree
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch
+from flatshift.experiments.results.cells import STUDY as RECIPE
 from flatshift.experiments.results.cells import read_result
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies.cell import Cell, CellResult, capture_result, finish_cell
@@ -37,7 +38,6 @@ from flatshift.finetune.run_directory import COMMAND, ENVIRONMENT, write_provena
 if TYPE_CHECKING:
     from flatshift.experiments.workflows.error_forecast import ForecastAxes
 
-RECIPE = "study.recipe.yaml"
 Document = dict[str, Any]
 
 

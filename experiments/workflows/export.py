@@ -48,7 +48,7 @@ from flatshift.finetune.adapters.saved import SavedAdapter
 from flatshift.finetune.atomic import read_json_object, write_json, write_text
 from flatshift.finetune.data.remote import UPLOAD_RECORD, UploadResult, upload_folder
 from flatshift.finetune.digests import DONE, adapter_digest, file_sha256
-from flatshift.finetune.errors import UserError, first_error_line, shorten
+from flatshift.finetune.errors import UserError, first_error_line, shorten, user_path
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.models.checkpoint import read_index
@@ -146,7 +146,7 @@ def _open_run_adapter(path: Path, recipe: Recipe, *, alone: bool) -> SavedAdapte
 
 def _parse_weighted_adapter(text: str, recipe: Recipe) -> tuple[SavedAdapter, float]:
     """Parse `DIR=WEIGHT` or `DIR` (weight 1) into an adapter of the recipe's backbone and its weight."""
-    name, _, number = text.rpartition("=") if "=" in text else (text, "", "1")
+    name, _, number = text.rpartition("=") if "=" in text and not user_path(text).is_dir() else (text, "", "1")
     try:
         weight = float(number)
     except ValueError:

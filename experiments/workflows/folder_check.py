@@ -138,7 +138,10 @@ class Folder:
 
 def to_single_float32_process(recipe: Recipe) -> Recipe:
     """Return the recipe for one process in float32, on the backbone's float weights."""
-    train = dataclasses.replace(recipe.train, precision="fp32", quantization=None, backbone_dropout=None, device="cpu")
+    train = dataclasses.replace(
+        recipe.train, precision="fp32", backbone_precision="same", adapter_precision="auto", quantization=None,
+        backbone_dropout=None, device="cpu",
+    )  # fmt: skip
     return dataclasses.replace(recipe, train=train, mesh=Mesh())
 
 
@@ -283,7 +286,7 @@ def _check_answers(
             )
         raise UserError(
             f"plain transformers' logits of what was written differ from backbone + adapter by {difference:.3g} "
-            f"(largest {largest:.3g}), more than rounding explains; hand on the adapter as it is (`flatshift export`)"
+            f"(largest {largest:.3g}), more than rounding explains; hand on {run.path / 'adapter'} as it is"
             + ("" if exact else ", or merge with --dtype float32")
         )
     if answer["answers"] and (missed := sorted(set(run.trained_ends) - set(answer["stops"]))):

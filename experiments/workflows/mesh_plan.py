@@ -12,6 +12,7 @@ from typing import Any
 from flatshift.experiments.data.sources import epochs_to_steps
 from flatshift.experiments.data.splits import prepare_data
 from flatshift.experiments.recipe import load_recipe
+from flatshift.experiments.recipe.resolve import is_given
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.workflows.run_parts import FINE_TUNE
@@ -89,6 +90,8 @@ def plan_mesh(
     sizes = read_sizes(backbone, settings.adapter).under(settings.task)
     mesh = dataclasses.replace(settings.mesh, auto=False)
     rules = dataclasses.replace(RuleSettings.of(dataclasses.replace(settings, train=train)), mesh=mesh)
+    if recompute == "any" and is_given(resolved, "train.checkpointing"):
+        recompute = train.checkpointing
     choices = ("none", "selective", "full") if recompute == "any" else (recompute,)
     layouts = enumerate_layouts(sizes, cluster, rules, recompute=choices)
     best = best_layout(layouts)

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
-from flatshift.experiments.data.splits import PreparedData
+from flatshift.experiments.data.splits import PreparedData, read_label_record
 from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.recipe.auto import resolve_device_precision
 from flatshift.experiments.recipe.schema import Recipe, warm_up_task
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
-from flatshift.finetune.adapters.adapter import attach_on_meta, lora_only, read_adapter
+from flatshift.finetune.adapters.adapter import WEIGHTS, attach_on_meta, lora_only, read_adapter
 from flatshift.finetune.adapters.initial_values import Calibration, InitialAdapter, calibration_rows
 from flatshift.finetune.adapters.saved import SavedAdapter, check_same_settings
 from flatshift.finetune.atomic import atomic_directory, read_json_object
@@ -311,7 +312,8 @@ def initial_adapter(
 def save_initial_adapter(path: Path, recipe: Recipe, engine: Engine, log: Callable[[str], None]) -> None:
     """Store the adapter's initial values in `path`/initial; an adapter to start from is copied. Collective.
 
-    Heads and other whole modules of `adapter.start` are loaded too if the task has them in the same shape.
+    Heads and other whole modules of `adapter.start` are loaded too if the task has them in the same shape, and the same
+    classes.
     """
     directory = path / INITIAL
     if recipe.adapter.start is None:
@@ -322,8 +324,12 @@ def save_initial_adapter(path: Path, recipe: Recipe, engine: Engine, log: Callab
         check_start_adapters(recipe)
         saved = SavedAdapter.find(recipe.adapter.start, context="adapter.start")
         with atomic_directory(directory) as temporary:
-            for file in ("adapter_config.json", "adapter_model.safetensors"):
-                shutil.copy2(saved.path / file, temporary / file)
+            shutil.copy2(saved.path / "adapter_config.json", temporary / "adapter_config.json")
+            if recipe.task.has_classes and saved.classes not in (None, read_label_record(recipe, path)[0]):
+                save_file(lora_only(load_file(saved.path / WEIGHTS)), temporary / WEIGHTS)
+                log(f"the head of {recipe.adapter.start} has other classes, or in another order, and stays behind")
+            else:
+                shutil.copy2(saved.path / WEIGHTS, temporary / WEIGHTS)
     engine.world.wait()
     tensors = read_adapter(directory)
     heads = sorted(tensors.keys() - lora_only(tensors).keys())

@@ -120,6 +120,8 @@ def train(
             resolved, recipe = counted, counted.recipe
             if prepared.mixture is not None:  # of one source its line before step 1 has both
                 notes.append(f"steps: {recipe.train.steps:,} ({resolved.origins['train.steps']})")
+        if recipe.train.patience is not None and not 0 < recipe.train.evaluation_interval < recipe.train.steps:
+            notes.append("train.patience stops nothing: dev rows are evaluated once, at the end (set train.eval_every)")
         check_strict_sources(recipe, prepared.train, prepared.mixture, seed=seed)
         check_memory(recipe, prepared.train)
         notes += [*describe_held_out_rows(resolved), *sample_split_warning(recipe)]

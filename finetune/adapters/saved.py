@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 SETTINGS = "adapter_config.json"
 _PLAIN = (True, False, "gaussian", "orthogonal", "eva")
 """PEFT initialisations that leave the frozen weights equal to the backbone's files."""
+_UNREAD = (
+    *("lora_bias", "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "kasa_config"),
+    *("velora_config", "monteclora_config", "layer_replication"),
+)
+"""PEFT's settings that change what a layer computes beyond scaled factors."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,10 @@ class SavedAdapter:
             raise UserError(
                 f"{context}: {name} holds a {settings.get('peft_type')} adapter; only LoRA can be taken over"
             )
+        if odd := next((name for name in _UNREAD if settings.get(name)), None):
+            raise UserError(
+                f"{context}: {name} was made with {odd}, which is more than the factors A and B; leave it out"
+            )
         if settings.get("init_lora_weights", True) not in _PLAIN:
             raise UserError(
                 f"{context}: {name} was begun by {settings['init_lora_weights']} and saved for changed frozen weights; "
@@ -108,6 +117,13 @@ class SavedAdapter:
                 f"{context}: {self.path} was begun by loftq on weights in {self.quantization}, and fits no others; "
                 "take an adapter that was trained without it"
             )
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """Classes of its head in order, if its run records them."""
+        files = (run / "manifest.json" for run in self.path.resolve().parents[:3])
+        names = next((read_json_object(file).get("label_names") for file in files if file.is_file()), None)
+        return None if names is None else tuple(names)
 
     def digest(self) -> str:
         """Return the SHA-256 of its settings and its weights."""

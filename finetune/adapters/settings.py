@@ -61,6 +61,9 @@ def lora_config(
     else:
         for suffix in targets:
             _require_module(backbone, suffix, "adapter.targets", linear=True, hint=", or all-linear")
+            names = [n for n, m in backbone.named_modules() if _can_have_lora(m) and _is_in_layers(n, adapter.layers)]
+            if not any(_has_suffix(name, suffix) for name in names):
+                raise UserError(f"adapter.targets: {suffix!r} is in none of adapter.layers; leave one of them out")
     _check_layers(backbone, adapter)
     for suffix in adapter.exclude or ():
         _require_module(backbone, suffix, "adapter.exclude", linear=True)
@@ -83,6 +86,8 @@ def lora_config(
     elif adapter.layers is not None and targets == "all-linear":
         targets = _linear_names(backbone, adapter, targets, task)
     full_modules = _fully_trained_modules(backbone, adapter)
+    if adapter.bias is not None and not any(name.endswith("bias") for name, _ in backbone.named_parameters()):
+        raise UserError("adapter.bias: this backbone has no biases to train; leave it out")
     task_type = _PEFT_TYPES.get(task.traits.auto_class)
     return LoraConfig(
         task_type=None if adapts_head(adapter, new_parameters) else task_type,  # else PEFT would train the head in full

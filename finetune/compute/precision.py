@@ -200,6 +200,8 @@ class WidenedLinear(nn.Linear):
     """nn.Linear with a narrow frozen weight; its bias is in the dtype of the product."""
 
     def forward(self, input: Tensor) -> Tensor:
+        if self.weight.requires_grad:  # a copy that trains: a head, or a module of adapter.train_whole
+            return F.linear(input, self.weight.to(input.dtype), self.bias)
         out = _WidenedProduct.apply(input, self.weight)
         return out if self.bias is None else out + self.bias
 

@@ -139,7 +139,7 @@ class BackboneSizes:
             multiplied += math.prod(shape) if len(shape) == 2 else 0
             gated |= bool(re.search(r"gate_proj|wi_1|w1\.weight", name))
             normed |= bool(re.search(r"\bq_norm\.weight", name))
-            if len(shape) == 2 and _is_adapted(name, adapter):
+            if len(shape) == 2 and _is_adapted(name, adapter) and key[1] in (adapter.layers or (key[1],)):
                 rank = match_pattern(adapter.ranks, name.removesuffix(".weight"), adapter.rank)
                 outside = not re.search(r"attn|attention", name, re.IGNORECASE)
                 trained[outside] += rank * sum(shape) + (shape[0] if adapter.dora else 0)

@@ -319,6 +319,8 @@ class Trainer:
         state = self.state
         self.started = time.monotonic() - state.seconds
         self.engine.model.train()
+        if state.step == self.lr_scheduler.begin:  # a run that had stopped early is extended
+            state.stopped_early, state.misses = False, 0
         self.callbacks.restore(state.callbacks)
         self.loss_scale.restore(state.loss_scale)
         if state.step == 0:

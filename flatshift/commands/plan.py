@@ -65,6 +65,8 @@ def run(argv: list[str]) -> int:
         if value is not None and not 0 < value < float("inf"):
             raise UserError(f"--{name} {value}: give a number above 0")
     if flags.calibrate:
+        if len(argv) > 1:
+            raise UserError("--calibrate measures this machine and plans nothing; leave the other words out")
         from flatshift.experiments.workflows.mesh_plan import calibrate_machine
 
         print("\n".join(calibrate_machine()))

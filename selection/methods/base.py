@@ -270,8 +270,8 @@ class TokenSelector(Selector):
 
     @property
     def explains(self) -> bool:
-        """True if `evidence` is available: after `fit`."""
-        return hasattr(self, "scores_")
+        """True if `evidence` is available: after `fit`, but not with restored scores."""
+        return bool(vars(self).keys() & {"_ngrams", "_models", "_weights"})
 
     def evidence(self, rows: TokenRows) -> list[np.ndarray]:
         """Return each text's evidence by token: what the token, after those before it, adds in favour of the text."""

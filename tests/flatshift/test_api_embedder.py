@@ -52,7 +52,7 @@ def test_shards_of_a_map_hold_the_vectors_of_a_selection(tmp_path: Path, embedde
 def test_what_no_text_has_by_itself_is_refused() -> None:
     with pytest.raises(UserError, match=r"select\.embedder\.kind: tfidf is no function of a text alone; take backbone"):
         flatshift.embedder("tfidf")
-    with pytest.raises(UserError, match=r"^moments: gradients are divided .* or set select\.embedder\.adam to false"):
+    with pytest.raises(UserError, match=r"^moments: gradients are scaled .* or set select\.embedder\.adam to false"):
         flatshift.embedder("gradients")
     with pytest.raises(UserError, match=r"^embedder: moments must be a list of texts, got 'one'"):
         flatshift.embedder("gradients", moments="one")

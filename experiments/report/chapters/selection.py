@@ -133,7 +133,7 @@ def _selection_sections(run: RunResults, selection: SelectionResults) -> list[Se
     known = any(name == "nearest target" for card in cards for name, _ in card.facts)
     near = ", with their nearest targets" if known else ""
     spoke = _SPOKE.get(str(profile.get("spoke")), "")
-    lead = f"The {len(cards)} records with the smallest scores{near}.{spoke}"
+    lead = f"The first {len(cards)} choices{near}.{spoke}"
     sections.append(Section("First choices", [Cards(cards)], lead))
     if len(records) > len(cards):
         total = max(len(records), selection.taken if selection.table is not None else 0)
@@ -232,9 +232,11 @@ def _top_records(run: RunResults, selection: SelectionResults) -> list[_TopRecor
         column = str(select["columns"].get("text") or "text")
     by_rank: dict[str, dict[int, Any]] = {"nearest_target": {}, "times": {}}
     if selection.table is not None:
+        import pyarrow as pa
         import pyarrow.compute as pc
 
-        top = selection.table.filter(pc.less_equal(selection.table.column("rank"), len(selection.top)))
+        ranks = pa.array([record.get("rank", place) for place, record in enumerate(selection.top, 1)], pa.int64())
+        top = selection.table.filter(pc.is_in(selection.table.column("rank"), value_set=ranks))
         for name in by_rank.keys() & set(top.column_names):
             by_rank[name] = dict(zip(top.column("rank").to_pylist(), top.column(name).to_pylist(), strict=True))
     records = []

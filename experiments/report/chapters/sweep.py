@@ -92,7 +92,7 @@ def next_value_effects(data: SweepData, analysis: SweepAnalysis) -> str:
     if lowest is None or data.design == "random":
         return ""
     setting, parts = lowest[0], []
-    for axis in (axis for axis in data.axes if data.numeric(axis) and axis in setting):
+    for axis in (axis for axis in data.axes if data.numeric(axis) and setting.get(axis) is not None):
         matrix = data.matrix(test, axis, {key: value for key, value in setting.items() if key != axis})
         column = matrix.values.index(setting[axis])
         name, value = formats.axis_name(axis), formats.axis_value(setting[axis])
@@ -108,7 +108,7 @@ def next_value_effects(data: SweepData, analysis: SweepAnalysis) -> str:
             parts.append(f"{name} {value} → {following} changes it by {interval}")
     main = main_axis(data)
     crossing = analysis.crossing(main, {k: v for k, v in setting.items() if k != main}) if main is not None else None
-    if parts and crossing is not None and main is not None and crossing.value is not None:
+    if parts and crossing and main is not None and setting[main] is not None and crossing.value is not None:
         side = "before" if (setting[main] < crossing.value) != crossing.rising else "past"
         position = f"{formats.axis_name(main)} {sweep_verdicts.format_crossing(crossing)}"
         parts.append(f"that is {side} the point where training rows become fitted ({position})")

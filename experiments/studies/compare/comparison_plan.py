@@ -23,7 +23,7 @@ from flatshift.experiments.recipe.resolve import resolve_tree
 from flatshift.experiments.recipe.rules import CELL_RULES, check_recipe, check_rules
 from flatshift.experiments.recipe.schema import Comparison, Recipe, StudyTask, short_hash
 from flatshift.experiments.recipe.tree import Branch
-from flatshift.experiments.studies.cell import Cell, file_digest, settings_digests
+from flatshift.experiments.studies.cell import Cell, backbone_digests, file_digest, settings_digests
 from flatshift.experiments.studies.compare.tuning import TrialSetting, first_trials
 from flatshift.experiments.studies.study import filter_by_flag, locate_file, study_recipe
 from flatshift.finetune.atomic import remove_leftovers, write_text
@@ -141,6 +141,13 @@ class ComparisonPlan:
                     f"method {method!r} cannot run: its regularizer {regularizer.kind!r} is not there ({error}); leave "
                     "it out with --methods"
                 ) from None
+        for task in self.study.tasks:
+            same: dict[str, str] = {}
+            for method in (m for m, t in self._recipes if t == task):
+                own = self.study.methods[method]
+                key = recipe_key(self._recipes[method, task], [self.study.rates(own), own.knobs])
+                if (other := same.setdefault(key, method)) != method:
+                    raise UserError(f"methods {other!r} and {method!r} are the same on task {task!r}; leave one out")
         for (method, task), recipe in self._recipes.items():
             try:
                 if recipe.mesh.size > 1 or recipe.mesh.auto:
@@ -182,7 +189,8 @@ class ComparisonPlan:
         sharpness = study.sharpness_sigma if kind == "final" and seed < study.sharpness_seeds else None
         evaluated: EvaluationRows = "validation" if kind == "trial" else "test"
         rows = (own.train, own.validation, own.test, own.test_split)
-        digests: list[Any] = settings_digests(recipe)  # of files that it reads besides its task's rows; usually none
+        # of files that it reads besides its task's rows; usually none
+        digests: list[Any] = [*backbone_digests(recipe.backbone), *settings_digests(recipe)]
         if recipe.select is not None:
             from flatshift.experiments.workflows.run_parts import list_input_files
 
@@ -251,12 +259,14 @@ _SPLIT = "split"
 
 @dataclass(frozen=True)
 class TaskRows:
-    """Records of one task. classes: of its training and validation rows; None for a task without classes."""
+    """Records of one task. classes: of its training and validation rows; None for a task without classes. skipped:
+    `file:line: reason` of bad rows."""
 
     train: list[dict[str, Any]]
     validation: list[dict[str, Any]]
     test: list[dict[str, Any]]
     classes: tuple[str, ...] | None
+    skipped: list[str]
 
     def write(self, folder: Path) -> None:
         """Write one file per split, without the column that names it."""
@@ -285,7 +295,8 @@ def read_task_rows(file: str, recipe: Recipe, own: StudyTask) -> TaskRows:
     """
     task, data = recipe.task, recipe.data
     options: dict[str, Any] = {"required": task.columns(), "label": task.read_label, "bad_rows": data.bad_rows}
-    rows = list(read_rows([file], columns=data.columns, skipped=[], **options))
+    skipped: list[str] = []
+    rows = list(read_rows([file], columns=data.columns, skipped=skipped, **options))
     train = [row for row in rows if row.values.get(_SPLIT) == "train"]
     test = [row for row in rows if row.values.get(_SPLIT) == own.test_split]
     if not train or not test:
@@ -300,6 +311,7 @@ def read_task_rows(file: str, recipe: Recipe, own: StudyTask) -> TaskRows:
         [train[i].record for i in validation],
         [row.record for row in limited],
         task.class_names(train),
+        skipped,
     )
 
 
