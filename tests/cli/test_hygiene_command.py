@@ -94,6 +94,16 @@ EVERY = (
 )
 
 
+def test_turns_of_conversations_are_looked_for(files, tmp_path: Path) -> None:
+    pool = [record for record in read_lines(Path(files["pool"])) if len(record.get("text") or "") > 60]
+    turns = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": pool[0]["text"]}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n", encoding="utf-8")
+    words = ["--select.hygiene.exact", "true", "--select.eval.files", str(tmp_path / "chats.jsonl")]
+    assert select(files, tmp_path / "out", *words, method="dsir") == 0
+    drops = [(d["id"], d["match_in"]) for d in read_lines(tmp_path / "out" / "drops.jsonl")]
+    assert (pool[0]["id"], "eval") in drops
+
+
 @pytest.mark.parametrize("method", ["gotd", "dsir"])
 def test_drops_are_listed_counted_and_absent_from_the_scores(files, tmp_path: Path, method: str) -> None:
     out = tmp_path / "out"

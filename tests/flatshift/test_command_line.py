@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.faults.bad_settings import MEANT, NUMBERS, Setting, numbers_of_commands, settings
 from flatshift import commands
-from flatshift.command_line import parse_flags
+from flatshift.command_line import parse_flags, split_overrides
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.experiments.recipe.rules import check_recipe
 from flatshift.finetune.errors import UserError
@@ -28,6 +28,33 @@ def asked(one: Setting, value: str) -> str | None:
     except MISTAKES as error:
         return str(error)
     return None
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        (["--regularizer.sigma", "0.2", "--regularizer.kind", "flat-lora"], "regularizer.sigma", 0.2),
+        (["--regularizer.sigma", "0.2", "--regularizer", "flat-lora"], "regularizer.sigma", 0.2),
+        (["--task.prompt", "{text}!", "--task.kind", "completion"], "task.prompt", "{text}!"),
+        (["--optimizer.lr", "5e-4", "--optimizer.kind", "lora-muon"], "optimizer.lr", 5e-4),
+    ],
+)
+def test_the_order_of_flags_does_not_matter(words: list[str], key: str, value: object) -> None:
+    from flatshift.commands.train import Flags
+
+    for flags in (words, words[2:] + words[:2]):
+        recipe: object = load_recipe("classify", split_overrides(flags, Flags)[1]).recipe
+        for name in key.split("."):
+            recipe = getattr(recipe, name)
+        assert recipe == value
+
+
+def test_the_kinds_of_an_optimizer_share_their_settings(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("optimizer: {kind: paged-adamw, lr: 2e-4, schedule: linear, clip: null}\n", encoding="utf-8")
+    for flag in ("optimizer.kind", "optimizer"):
+        optimizer = load_recipe(str(own), [from_override(flag, "adamw")]).recipe.optimizer
+        assert (optimizer.kind, optimizer.lr, optimizer.schedule, optimizer.clip) == ("adamw", 2e-4, "linear", None)
 
 
 def test_no_setting_takes_what_means_nothing() -> None:

@@ -168,6 +168,7 @@ def _task_section(document: Document, task: str) -> Section:
         row.append(formats.number(m["sharpness"]))
         rows.append(row)
     lead = f"{result['rows']['train']} labelled rows a run, {result['steps']} steps. "
+    lead += f"{result['rows']['skipped']} bad rows were left out. " if "skipped" in result["rows"] else ""
     if classes:
         verdict = "informative" if result["informative"] else "not informative, left out of the endpoint"
         lead += (

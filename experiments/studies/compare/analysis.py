@@ -128,12 +128,12 @@ def _analyse_task(plan: ComparisonPlan, outcome: ComparisonResults, task: str) -
             "step_cpu_s": _mean_or_none([result.get("step_cpu_s") for result in finals]),
             "equal_time": equal_time,
         }
-    own, rows = study.tasks[task], plan.rows(task)
+    own = study.tasks[task]
     return {
         "metric": plan.metric(task),
         "counts": plan.counts(task),
         "file": own.file,
-        "rows": {"train": min(own.train, len(rows.train)), "validation": len(rows.validation), "test": len(rows.test)},
+        "rows": plan.rows(task).counts(own),
         "steps": plan.steps(task),
         "floor": floor,
         "margin_se": margin,

@@ -268,6 +268,11 @@ class TaskRows:
     classes: tuple[str, ...] | None
     skipped: list[str]
 
+    def counts(self, own: StudyTask) -> dict[str, int]:
+        """Return the rows of a run by split, and the skipped ones if there are any."""
+        counts = {"train": min(own.train, len(self.train)), "validation": len(self.validation), "test": len(self.test)}
+        return counts | ({"skipped": len(self.skipped)} if self.skipped else {})
+
     def write(self, folder: Path) -> None:
         """Write one file per split, without the column that names it."""
         for split in ("train", "validation", "test"):

@@ -39,6 +39,9 @@ def run_study(plan: ComparisonPlan, out: Path, executor: Executor, *, console: C
     Raises UserError if `out`, locked by the caller, holds something else."""
     plan.check()
     plan.read_rows(out)
+    for task in plan.study.tasks:
+        if skipped := plan.rows(task).skipped:
+            console.say(f"{task}: skipped {len(skipped):,} bad rows, first {skipped[0]}")
     claim_study(out, plan.resolved.to_yaml(), "comparison")
     plan.write_rows()
     batches = CellBatches(out, executor, console=console, label="compare")

@@ -17,6 +17,7 @@ from flatshift.experiments.recipe.auto import resolve_auto
 from flatshift.experiments.recipe.schema import Comparison, StudyMethod, StudyTask
 from flatshift.experiments.report.chapters.comparison import page
 from flatshift.experiments.statistics.intervals import detectable_effect, holm_adjust, paired_p
+from flatshift.experiments.studies import cell
 from flatshift.experiments.studies.compare.analysis import compute_endpoint
 from flatshift.experiments.studies.compare.comparison_plan import ComparisonPlan
 from flatshift.experiments.studies.compare.run import ComparisonResults, compare
@@ -332,6 +333,51 @@ def test_rows_that_a_killed_save_left_half_written_are_swept(made, tmp_path: Pat
     assert rows and not any("split" in row for row in rows)  # no cell says that it does not read that column
 
 
+def test_changed_weights_and_rows_left_out_are_seen(tmp_path: Path) -> None:
+    recipe = make_study(tmp_path)
+    keys = []
+    for _ in range(2):
+        plan = ComparisonPlan(str(recipe), [], data=tmp_path, tasks=["easy"])
+        keys.append(plan.run("final", "plain", "easy", 0, TrialSetting(1e-2)).cell.key)
+        weights = tmp_path / "bert" / "model.safetensors"
+        raw = bytearray(weights.read_bytes())
+        raw[-1] ^= 1
+        weights.write_bytes(raw)
+        cell.backbone_digests.cache_clear()
+    assert keys[0] != keys[1]
+    with (tmp_path / "easy.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"text": 7, "split": "train"}\n')
+    bad = [from_override("data.bad_rows", "skip"), from_override("comparison.tasks.easy.train", "4000")]
+    plan = ComparisonPlan(str(recipe), bad, data=tmp_path, tasks=["easy"])
+    plan.read_rows(tmp_path)
+    rows = plan.rows("easy")
+    assert len(rows.skipped) == 1 and "easy.jsonl" in rows.skipped[0]
+    counts = {"train": len(rows.train), "validation": 20, "test": len(rows.test), "skipped": 1}
+    assert rows.counts(plan.study.tasks["easy"]) == counts and len(rows.train) < 4000
+
+
+def test_methods_that_are_the_same_are_refused(tmp_path: Path) -> None:
+    recipe = make_study(tmp_path)
+    text = recipe.read_text(encoding="utf-8")
+    recipe.write_text(f"{text}    again: {{set: {{regularizer.kind: ggpo}}}}\n", encoding="utf-8")
+    with pytest.raises(UserError, match="methods 'ggpo' and 'again' are the same on task 'easy'; leave one out"):
+        ComparisonPlan(str(recipe), [], data=tmp_path).check()
+    recipe.write_text(text.replace("plain: {}", "plain: {tasks: [easy]}"), encoding="utf-8")
+    with pytest.raises(UserError, match=r"methods\.plain\.tasks: the baseline runs on all tasks"):
+        ComparisonPlan(str(recipe), [], data=tmp_path)
+
+
+def test_a_comparison_that_was_cut_off_is_no_sweep(tmp_path: Path) -> None:
+    from flatshift.experiments.results.run import list_directories, read_run
+
+    (tmp_path / "cut" / "cells").mkdir(parents=True)
+    (tmp_path / "cut" / "study.recipe.yaml").write_text("task: classify\n", encoding="utf-8")
+    (tmp_path / "cut" / "command.txt").write_text("flatshift compare", encoding="utf-8")
+    assert read_run(tmp_path / "cut").sweep is None
+    (entry,) = list_directories(tmp_path)
+    assert (entry.kind, entry.status) == ("comparison", "unfinished")
+
+
 def test_a_seed_fixes_subset_and_initialisation_for_all_methods(made, tmp_path: Path) -> None:
     from flatshift.experiments.data.splits import prepare_data
     from flatshift.experiments.workflows.build import load_model
@@ -385,6 +431,7 @@ def test_the_endpoint_its_test_and_its_bootstrap_from_known_answers(tmp_path: Pa
 
     recipe = make_study(tmp_path, seeds=6)
     plan = ComparisonPlan(str(recipe), [], data=tmp_path, tasks=["easy"])
+    plan.read_rows(tmp_path / "out")
     rng = np.random.default_rng(5)
     outcome = ComparisonResults(step_ratio={"plain": 1.0, "ggpo": 1.1})
     shares = {}

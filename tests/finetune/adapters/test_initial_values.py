@@ -243,6 +243,7 @@ def test_what_goes_with_what(adapter, mesh, train, message):
         ({"under": "x", "dora": True}, "does not go with dora"),
         ({"under": "x", "start": "y"}, "start does not go with under"),
         ({"ranks": {"q_proj": 0}}, r"ranks\.q_proj must be above 0"),
+        ({"ranks": {"*.q_proj": 4}}, r"ranks: '\*\.q_proj' is no name or pattern \(nothing to repeat"),
     ],
 )
 def test_contradictions_are_refused_when_they_are_written(settings, message):

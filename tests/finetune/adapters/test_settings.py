@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 import torch
@@ -131,6 +132,11 @@ def test_lora_plus_speeds_up_every_b_and_nothing_else(source):
         torch.testing.assert_close(before[name] - parameter, torch.full_like(parameter, rate), rtol=1e-3, atol=1e-6)
 
 
+def test_a_backbone_without_biases_trains_none():
+    with pytest.raises(UserError, match=r"adapter\.bias: this backbone has no biases"):
+        build("flatshift-5m", Adapter(bias="all"))
+
+
 @pytest.mark.parametrize(
     ("adapter", "message"),
     [
@@ -143,6 +149,7 @@ def test_lora_plus_speeds_up_every_b_and_nothing_else(source):
         (Adapter(layers=()), r"adapter\.layers is empty"),
         (Adapter(train_whole=("lm_haed",)), r"adapter\.train_whole: no module .*nearest: lm_head"),
         (Adapter(experts=4), "no mixture of experts"),
+        (Adapter(targets=("q_proj", "embed_tokens"), layers=(0,)), r"'embed_tokens' is in none of adapter\.layers"),
     ],
 )
 def test_names_that_nothing_has(adapter, message, source):
@@ -280,11 +287,15 @@ def test_an_adapter_beneath_must_fit(source, tied, tmp_path):
     saved(tied, tmp_path / "foreign", Adapter(rank=2))
     saved(source, tmp_path / "dora", Adapter(rank=2, dora=True))
     saved(source, tmp_path / "head", Adapter(rank=2), task=CLS)
+    shutil.copytree(tmp_path / "first", tmp_path / "biased")
+    settings = tmp_path / "biased" / "adapter_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"lora_bias": True}))
     for directory, message in (
         ("foreign", "which is not the backbone"),
         ("dora", "is of DoRA"),
         ("head", "also holds score.weight"),
         ("nothing", "neither a finished run directory nor a PEFT adapter"),
+        ("biased", "was made with lora_bias"),
     ):
         with pytest.raises(UserError, match=message):
             build(source, Adapter(under=str(tmp_path / directory)))

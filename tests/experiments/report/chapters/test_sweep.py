@@ -12,6 +12,7 @@ from flatshift.cli import run
 from flatshift.experiments.report.chapters.sweep import next_value_effects
 from flatshift.experiments.results.analysis import SweepAnalysis
 from flatshift.experiments.results.sweep import read_sweep
+from tests.support.sweep_tables import cells
 
 
 def sweep_at(directory: Path, *, done: int = 12) -> Path:
@@ -42,6 +43,18 @@ def test_a_sweep_at_work_has_its_page(tmp_path: Path) -> None:
     assert run(["report", str(directory)]) == 0
     page = (directory / "report.html").read_text(encoding="utf-8")
     assert "test error" in page and "3 of 12 cells have no result yet" in page
+
+
+def test_null_on_an_axis_of_numbers_has_its_page(tmp_path: Path) -> None:
+    levels = {None: 0.1, 1: 0.3, 100: 0.2}
+    rows = [
+        {"cell": f"{clip}-{seed}", "optimizer.clip": clip, "seed": seed, "status": "done", "test.error": error}
+        for clip, error in levels.items()
+        for seed in range(3)
+    ]
+    assert cells(tmp_path / "s", rows, {"optimizer.clip": ["null", "1", "100"]}, seeds=3) is not None
+    assert run(["report", str(tmp_path / "s")]) == 0
+    assert "optimizer.clip" in (tmp_path / "s" / "report.html").read_text(encoding="utf-8")
 
 
 def test_one_more_of_an_axis_is_the_paired_change(tmp_path: Path) -> None:
