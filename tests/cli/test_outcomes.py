@@ -112,6 +112,13 @@ def test_a_plan_says_which_machine_was_taken_and_where_it_is_written(tmp_path: P
         said = capsys.readouterr()
         assert ("note: planned for 1xH100-80, as no --gpus is given; --gpus here" in said.err) == stands
         assert "--json" not in words or json.loads(said.out)["cluster"] == "1 × H100-80"
+    steps = ["--train.epochs", "null", "--train.steps", "9"]
+    assert (
+        run(["plan", "language-model", *steps, "--train.checkpointing", "full", "--gpus", "1xH100-80", "--json"]) == 0
+    )
+    layouts = json.loads(capsys.readouterr().out)["layouts"]
+    assert {layout["checkpointing"] for layout in layouts} == {"full"}
+    assert run(["plan", "--calibrate", "--json"]) == 2 and "--calibrate measures this" in capsys.readouterr().err
     assert run(["plan", "language-model", "--train.epochs", "null", "--train.steps", "9", "--out", str(out)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(out) and out.is_file()
 
@@ -126,6 +133,18 @@ def test_a_selection_ends_with_its_first_choices(tmp_path: Path, capsys) -> None
     assert commands[1][3:5] == ["--data", str(out / "selected.jsonl")]
     more = SMALL.replace("--data.train.limit 40 --data.dev.limit 20 --data.test.limit 30 ", "").split()
     assert run([*commands[1][1:], *more, "--out", str(tmp_path / "run")]) == 0
+
+
+def test_the_first_choices_are_told_by_their_texts(tmp_path: Path, capsys) -> None:
+    for name, count in (("pool", 30), ("target", 4)):
+        rows = [{"url": f"http://x/{i}", "text": f"word{i % 4} is what text {i} says"} for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    words = ["select", "--pool", str(tmp_path / "pool.jsonl"), "--target", str(tmp_path / "target.jsonl")]
+    words += ["--budget", "3", "--method", "dsir", "--data.holdout", "0", "--out", str(tmp_path / "picked")]
+    assert run(words) == 0
+    said = capsys.readouterr().err
+    assert "says" in said and "http://x" not in said
+    assert "The first 3 choices" in (tmp_path / "picked" / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_training_takes_over_a_finished_selection(tmp_path: Path, capsys, monkeypatch) -> None:

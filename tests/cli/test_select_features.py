@@ -165,6 +165,20 @@ def test_a_full_disk_interrupts(files, tmp_path: Path, monkeypatch, capsys) -> N
     assert "the disk is full while selecting into" in message and "Traceback" not in message
 
 
+def test_own_features_of_several_sources_follow_their_records(tmp_path: Path, monkeypatch) -> None:
+    from flatshift.experiments.data.splits import read_splits
+    from flatshift.experiments.recipe import from_mapping, load_recipe
+
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        rows = [{"text": f"{name} {i}", "label": "x" if i % 2 else "y"} for i in range(5)]
+        write_jsonl(tmp_path / f"{name}.jsonl", [*rows[:2], {"label": "x"}, *rows[2:]])
+    sources = {name: {"files": [f"{name}.jsonl"]} for name in "ab"}
+    changes = {"data.train.sources": sources, "data.bad_rows": "skip", "data.holdout": 0, "train.epochs": None}
+    split = read_splits(load_recipe("classify", [from_mapping(changes | {"train.steps": 2})]).recipe)
+    assert [row.index for row in split.train] == [0, 1, 3, 4, 5, 6, 7, 9, 10, 11] and split.records == 12
+
+
 def test_own_features_refuse_what_they_cannot_follow(files, tmp_path: Path, capsys) -> None:
     np.save(tmp_path / "x.npy", np.ones((60, 2)))
     np.save(tmp_path / "y.npy", np.ones((6, 2)))

@@ -263,7 +263,7 @@ def test_a_kill_before_the_first_pass_is_no_obstacle(words, tmp_path: Path) -> N
     assert (foreign / "state" / "step-1").is_dir()
 
 
-@pytest.mark.parametrize("method", ["dsir", "knn"])
+@pytest.mark.parametrize("method", ["dsir", "knn", "cynical"])
 def test_scores_that_took_long_are_taken_over(tmp_path: Path, monkeypatch, capsys, method: str) -> None:
     from flatshift.experiments.select import select as journey
 
@@ -288,9 +288,11 @@ def test_scores_that_took_long_are_taken_over(tmp_path: Path, monkeypatch, capsy
     out = tmp_path / "out"
     assert run([*words, "--out", str(out)]) == 3
     monkeypatch.setattr(journey, "write_selection", writes)
-    for fits in ("dsir.DSIRSelector", "knn.KNNSelector"):
+    for fits in ("dsir.DSIRSelector", "knn.KNNSelector", "cynical.CynicalSelector"):
         monkeypatch.setattr(f"flatshift.selection.methods.{fits}.fit", lambda *_, **__: pytest.fail("fitted again"))
     capsys.readouterr()
     assert run([*words, "--out", str(out)]) == 0
-    assert "scores of the unfinished selection were taken over" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "scores of the unfinished selection were taken over" in told and "by a fault" not in told
+    assert "profile" in json.loads((out / "manifest.json").read_text(encoding="utf-8"))["selection"]
     assert (out / "selected.jsonl").read_bytes() == (tmp_path / "whole" / "selected.jsonl").read_bytes()
