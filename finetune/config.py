@@ -322,7 +322,7 @@ class Train:
     blocks (full)."""
     compile: bool = False
     """Compile each transformer block (torch.compile) for training; sequences are padded to `max_length`, so that there
-    is one graph. In one process, or with `mesh.dp` and `mesh.replicate`."""
+    is one graph. On any mesh that is written out (not `mesh.auto`)."""
     skip_nonfinite: int = 0
     """Maximum number of consecutive steps to skip because their loss or gradient is not finite; one more stops the
     run."""

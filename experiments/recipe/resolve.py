@@ -413,7 +413,7 @@ def resume_recipe(run: Path, overrides: Sequence[Branch] = (), *, other_rows: bo
                 others += ", and takes this"
             key = ".".join(map(setting_key, key.split(".")))
             raise UserError(
-                f"--{key}: a run keeps all but mesh, train.device, train.steps, train.extend and its evaluation "
+                f"--{key}: a run keeps all but mesh, train.device, train.steps, train.extend, data.cache and its evaluation "
                 f"(eval, task.score, task.max_new_tokens); start a new run for {key}{others}"
             )
     changed = {key: origin for key, origin in origins.items() if old.get(key) != new.get(key)}

@@ -112,7 +112,7 @@ RULES: tuple[RecipeRule, ...] = (
         lambda r: r.optimizer.kind == "gauss-newton" and _find_gauss_newton_requirement(r),
     ),
     RecipeRule(
-        "train.compile: blocks are compiled in one process only; leave mesh.auto off, or compile",
+        "train.compile: mesh.auto does not plan compiled blocks; write the mesh out, or leave compile off",
         lambda r: r.train.compile and r.mesh.auto,
     ),
     _compile_rule(
@@ -189,7 +189,7 @@ CELL_RULES: tuple[RecipeRule, ...] = (
         lambda r: bool(r.tracker.kinds),  # there would be one run for each of hundreds of cells
     ),
     RecipeRule(
-        "train.epochs: the cells of a sweep or study are planned before their rows are counted; give train.steps",
+        "train.epochs: an axis of a sweep and a study are planned before their rows are counted; give train.steps",
         lambda r: r.train.epochs is not None,
     ),
 )

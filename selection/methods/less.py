@@ -15,7 +15,7 @@ from flatshift.selection.validation import check_no_overflow, is_real
 class Less(MethodSettings):
     """Gradient similarity (LESS, arXiv 2402.04333): the mean similarity of a row's gradient with a target subset's,
     maximised over the subsets (the target's domains; one subset without domains). Features are gradients, one a row,
-    computed by you: `--pool-features` and `--target-features`."""
+    made by `--embedder gradients`, or yours: `--pool-features` and `--target-features`."""
 
     kind: Literal["less"] = "less"
     title: ClassVar[str] = "Gradient similarity"

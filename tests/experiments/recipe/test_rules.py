@@ -34,7 +34,7 @@ RECIPES = {
     "data.train.sources.wiki.when_over": strict(),
     "optimizer.kind: adamw-8bit": broken(optimizer=Optimizer(kind="adamw-8bit"), mesh=Mesh(auto=True)),
     "optimizer.kind: gauss-newton solves least squares": broken(optimizer=Optimizer(kind="gauss-newton", clip=None)),
-    "train.compile: blocks": broken(train=COMPILED, mesh=Mesh(auto=True)),
+    "train.compile: mesh.auto": broken(train=COMPILED, mesh=Mesh(auto=True)),
     "train.compile does not go with train.quantization": broken(train=Train(compile=True, quantization="nf4")),
     "train.compile does not go with train.checkpointing": broken(train=Train(compile=True, checkpointing="full")),
     "train.compile does not go with adapter.dropout": broken(train=COMPILED, adapter=Adapter(dropout=0.1)),
