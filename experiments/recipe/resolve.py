@@ -413,8 +413,8 @@ def resume_recipe(run: Path, overrides: Sequence[Branch] = (), *, other_rows: bo
                 others += ", and takes this"
             key = ".".join(map(setting_key, key.split(".")))
             raise UserError(
-                f"--{key}: a run keeps all but mesh, train.device, train.steps, train.extend, data.cache and its evaluation "
-                f"(eval, task.score, task.max_new_tokens); start a new run for {key}{others}"
+                f"--{key}: a run keeps all but mesh, train.device, train.steps, train.extend, data.cache and its "
+                f"evaluation (eval, task.score, task.max_new_tokens); start a new run for {key}{others}"
             )
     changed = {key: origin for key, origin in origins.items() if old.get(key) != new.get(key)}
     return Resolved(with_template_copy(run, after), run.name, read_origins(path, before) | changed)

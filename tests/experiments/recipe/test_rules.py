@@ -85,7 +85,7 @@ def test_what_is_not_divided_among_processes():
 
 
 def test_a_cell_has_no_epochs():
-    with pytest.raises(UserError, match=r"train\.epochs: the cells"):
+    with pytest.raises(UserError, match=r"train\.epochs: an axis"):
         check_rules(broken(train=Train(epochs=2.0)), CELL_RULES)
 
 
