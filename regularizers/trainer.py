@@ -161,7 +161,9 @@ class RegularizerCallback(TrainerCallback):
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         optimizer = kwargs["optimizer"]
         if not optimizer.step_was_skipped:  # a loss scaler skips steps with an infinite gradient
-            self.regularizer.after_optimizer_step(float(optimizer.param_groups[0]["lr"]))
+            factors = {id(p) for name, p in kwargs["model"].named_parameters() if ".lora_" in name}
+            groups = [group for group in optimizer.param_groups if any(id(p) in factors for p in group["params"])]
+            self.regularizer.after_optimizer_step(float((groups or optimizer.param_groups)[0]["lr"]))
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.abandon()  # another callback may have stopped the epoch inside a step

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import gc
 import json
+import re
 import shutil
 import time
 import traceback
@@ -114,8 +115,12 @@ def settings_digests(recipe: Recipe) -> list[list[str]]:
 
 @functools.cache
 def backbone_digests(name: str) -> list[list[str]]:
-    """Return [file, digest] of weights, configuration and tokenizer in a local directory; none for any other name."""
+    """Return [file, digest] of weights, configuration and tokenizer of a local directory or GGUF file; none for any
+    other name."""
     directory = user_path(name)
+    if name.endswith(".gguf") and not name.startswith("package:"):  # with its parts or splits
+        pattern = re.sub(r"\d{5}(?=-of-\d{5}\.gguf$)", "?????", directory.name)
+        return [[path.name, file_sha256(path)] for path in sorted(directory.parent.glob(f"{pattern}*"))]
     if name.startswith("package:") or assets.backbone_directory(name) is not None or not directory.is_dir():
         return []
     files = [*assets.non_weight_files(directory), *sorted(directory.glob("*.safetensors"))]

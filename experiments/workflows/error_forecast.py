@@ -32,6 +32,7 @@ from flatshift.experiments.run.console import Console, Draw
 from flatshift.experiments.statistics.emc import find_crossing
 from flatshift.experiments.statistics.kernel import KernelFit, extrapolate, fastest_setting, kernel_fits
 from flatshift.experiments.workflows.build import load_model
+from flatshift.experiments.workflows.run_parts import has_custom_init
 from flatshift.finetune.atomic import atomic_directory, atomic_file, write_json, write_text
 from flatshift.finetune.compute.jacobian import jacobian
 from flatshift.finetune.data.eval_batching import EvalBatching
@@ -85,7 +86,7 @@ def check_linear(recipe: Recipe) -> None:
         ),
         "adapter.dora is not linear in its factors, even at its start; set adapter.dora: false": adapter.dora,
         "adapter.soft_tokens are no linear layer; leave them out for LoRA": adapter.soft_tokens is not None,
-        f"adapter.init: {adapter.init} starts away from B = 0; set adapter.init: default": adapter.init != "default",
+        "adapter.init, start and under begin away from B = 0; leave them out": has_custom_init(adapter),
         "mesh: a forecast is made in one process; leave every axis at 1": recipe.mesh.size > 1 or recipe.mesh.auto,
         "warmup: a forecast begins at the backbone; leave the block out": recipe.warmup is not None,
     }

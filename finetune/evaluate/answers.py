@@ -8,7 +8,7 @@ from typing import Any
 from ..data.eval_batching import EvalBatching
 from ..data.example import IGNORE, Example
 from ..errors import UserError
-from .generation import context_overflow, generate_batches
+from .generation import context_overflow, generate_batches, without_generation_config
 
 
 def generate_answers(
@@ -47,15 +47,12 @@ def generate_answers(
         eos_token_id=ends or None,
         bos_token_id=tokenizer.bos_token_id,
         decoder_start_token_id=start,
-        # override the settings that some backbones ship (Qwen2.5 1.05, BART 3)
-        repetition_penalty=1.0,
-        no_repeat_ngram_size=0,
-        min_length=0,
     )
     answers: dict[int, str] = {}
-    for indices, tokens in generate_batches(model, prompts, config, inference):
-        texts = tokenizer.batch_decode(tokens.cpu(), skip_special_tokens=True)
-        answers |= {i: text.strip() for i, text in zip(indices, texts, strict=True)}
+    with without_generation_config(model):
+        for indices, tokens in generate_batches(model, prompts, config, inference):
+            texts = tokenizer.batch_decode(tokens.cpu(), skip_special_tokens=True)
+            answers |= {i: text.strip() for i, text in zip(indices, texts, strict=True)}
     answers = inference.share.union(answers)
     return [answers[i] for i in range(len(examples))]
 

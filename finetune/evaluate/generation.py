@@ -112,7 +112,7 @@ def continue_prompts(
         eos_token_id=ends or None,
         decoder_start_token_id=decoder_start,
     )
-    with evaluation_mode(model), _without_generation_config(model):
+    with evaluation_mode(model), without_generation_config(model):
         own = list(range(len(prompts)) if numbers is None else numbers)
         drawing = lambda places: _logits_processors(decoding, [own[place] for place in places])  # noqa: E731
         for places, answers in generate_batches(
@@ -155,12 +155,12 @@ class GumbelNoise:
 
 
 @contextlib.contextmanager
-def _without_generation_config(model: Any) -> Iterator[None]:
+def without_generation_config(model: Any) -> Iterator[None]:
     """Clear the model's own generation settings, with which `generate` would fill every unset option."""
     from transformers import GenerationConfig
 
     base = getattr(model, "get_base_model", lambda: model)()
-    before = base.generation_config
+    before = getattr(base, "generation_config", None)  # a pipeline has none
     base.generation_config = GenerationConfig()
     try:
         yield

@@ -109,7 +109,7 @@ def score_texts(
         for i, ids in enumerate(encoded, start=start):
             if not ids:
                 raise UserError(f"{locations[i] if locations else f'text {i + 1}'}: the text is empty")
-            for piece, labels in sliding_windows([*begin, *ids], window, overlap):
+            for piece, labels in sliding_windows([*begin, *ids], window, overlap, first=len(begin)):
                 pieces.append(Example(piece, labels, str(i), ""))
                 documents.append(i)
     nats, tokens = document_nats(model, pieces, inference, task=task, masked=bool(getattr(model, "soft_tokens", 0)))
@@ -132,12 +132,14 @@ def beginning_tokens(tokenizer: Any) -> tuple[int, ...]:
     return prefix or (tokenizer.eos_token_id,)
 
 
-def sliding_windows(ids: Sequence[int], window: int, overlap: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield input tokens and labels (IGNORE: context) of each window; every token but the first is a label exactly
+def sliding_windows(
+    ids: Sequence[int], window: int, overlap: int, *, first: int = 1
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield input tokens and labels (IGNORE: context) of each window; every token from `first` on is a label exactly
     once."""
-    done = 1
+    done = first
     while done < len(ids):
-        start = 0 if done == 1 else done - overlap
+        start = 0 if done == first else done - overlap
         end = min(start + window, len(ids))
         yield list(ids[start:end]), [IGNORE] * (done - start) + list(ids[done:end])
         done = end

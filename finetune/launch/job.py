@@ -36,7 +36,7 @@ BOARD_VARIABLE, CAUSE = "FLATSHIFT_BOARD", "cause"
 JOIN_SECONDS = 180.0
 """Time that ranks wait for each other at the start; machines may import at very different speeds."""
 GRACE, PATIENT_GRACE = 3.0, 30.0
-_CONNECT_SECONDS, _STORE_SECONDS = 60.0, 10.0
+_STORE_SECONDS = 10.0
 _CAUSE_SECONDS, _SHORT_CAUSE_SECONDS = 10.0, 1.0
 _LEAVE_SECONDS = 5.0
 _SECONDARY = re.compile(
@@ -160,15 +160,20 @@ def job_board() -> KeyValueStore | None:
         if not is_store_hosted_by_agent() and rank() == 0:
             job_store()
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=_CONNECT_SECONDS))
+        store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=JOIN_SECONDS))
         store.set_timeout(timedelta(seconds=_STORE_SECONDS))
-        return TorchKeyValueStore(dist.PrefixStore(f"flatshift/{restart_count()}", store))
+        return TorchKeyValueStore(dist.PrefixStore(f"flatshift/{_job_name()}", store))
     return None
 
 
 def require_board() -> KeyValueStore:
     """Return the board of this process's job. Raises UserError if it cannot be reached."""
     board = job_board()
+    if board is None and os.environ.get("RANK") == "0" and not is_store_hosted_by_agent():
+        raise UserError(
+            f"rank 0 cannot listen at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}; another program "
+            "may use that port: set another MASTER_PORT for all ranks"
+        )
     if board is None:
         raise UserError(
             f"rank {os.environ.get('RANK')} cannot reach the other ranks at {os.environ.get('MASTER_ADDR')}:"
@@ -196,7 +201,12 @@ def job_store() -> Any:
         wait_for_workers=False,
         master_listen_fd=int(descriptor) if is_host and descriptor else None,
     )
-    return dist.PrefixStore(f"flatshift-group/{restart_count()}", store)
+    return dist.PrefixStore(f"flatshift-group/{_job_name()}", store)
+
+
+def _job_name() -> str:
+    """Return what keys of this job begin with in a store that another one may have reached by mistake."""
+    return f"{os.environ.get('FLATSHIFT_JOB', '')}/{restart_count()}"
 
 
 def is_store_hosted_by_agent() -> bool:
@@ -214,7 +224,8 @@ def slurm_rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
     None for a rank of another launcher (RANK is set), for a step of one task and for a batch script, which Slurm gives
     the variables of a task although no step runs. MASTER_ADDR and MASTER_PORT are kept; by default they are the first
-    host and a port by the job's number. Raises UserError for variables that are missing or contradict each other.
+    host and a port by the numbers of job and step. Raises UserError for variables that are missing or contradict each
+    other.
     """
     in_batch_script = "SLURM_SUBMIT_DIR" in environment and "SLURM_STEP_ID" not in environment
     if "RANK" in environment or "SLURM_PROCID" not in environment or in_batch_script:
@@ -241,7 +252,7 @@ def slurm_rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     if not hosts:
         raise UserError("SLURM_PROCID is set, but SLURM_JOB_NODELIST is not; start every rank with srun")
     first_host = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", hosts).partition(",")[0]
-    job_number = number("SLURM_JOB_ID") if "SLURM_JOB_ID" in environment else 0
+    job, step = (number(name) if name in environment else 0 for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     on_node = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", str(size))
     return {
         "RANK": str(rank),
@@ -250,7 +261,8 @@ def slurm_rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
         "LOCAL_RANK": "0" if "SLURM_GPUS_PER_TASK" in environment else str(local),
         "LOCAL_WORLD_SIZE": re.split(r"\D", on_node)[0],
         "MASTER_ADDR": first_host,
-        "MASTER_PORT": environment.get("MASTER_PORT", str(15_000 + job_number % 15_000)),
+        "MASTER_PORT": environment.get("MASTER_PORT", str(15_000 + (job + 7919 * step) % 15_000)),
+        "FLATSHIFT_JOB": f"{job}.{step}",
         "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", environment.get("SLURM_CPUS_PER_TASK", "1")),
     }
 

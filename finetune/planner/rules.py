@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from flatshift.regularizers.config import GGPO, SAM, BiLora, NEFTune, Plain, RegularizerConfig
+from flatshift.regularizers.config import BAR, GGPO, SAM, BiLora, NEFTune, Plain, RegularizerConfig
 
 from ..config import FACTOR_OPTIMIZERS, Adapter, Mesh, Optimizer, Train
 from ..errors import UserError
@@ -203,6 +203,10 @@ _ROWS: tuple[_Row, ...] = (
     ("regularizer.kind: neftune", INCOMPATIBLE, "mesh.pp > 1 or mesh.cp > 1",
      "its noise is drawn for whole rows of a micro-batch", "use mesh.dp, mesh.replicate or mesh.tp",
      lambda s: isinstance(s.regularizer, NEFTune) and s.mesh.pp * s.mesh.cp > 1),
+    ("task.num_beams > 1", INCOMPATIBLE, "mesh.pp > 1", "a pipeline decodes greedily",
+     "leave it out, and evaluate with beams in one process", lambda s: s.mesh.pp > 1 and (s.task.num_beams or 1) > 1),
+    ("regularizer.kind: bar", INCOMPATIBLE, "optimizer.fixed: [a]", "it scales both factors", "leave one of them out",
+     lambda s: isinstance(s.regularizer, BAR) and "a" in (s.optimizer.fixed or ())),
     ("regularizer.scope: microbatch or sample", INCOMPATIBLE, "mesh.pp > 1",
      "a pipeline has several micro-batches in flight at once", "set regularizer.scope: step",
      lambda s: isinstance(s.regularizer, GGPO) and s.regularizer.scope != "step" and s.mesh.pp > 1),

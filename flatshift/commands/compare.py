@@ -41,16 +41,9 @@ def run(argv: list[str]) -> int:
     from flatshift.experiments.studies.compare.run import compare
 
     document = compare(
-        flags.recipe,
-        flags.out,
-        data=flags.data,
-        overrides=overrides,
-        methods=flags.methods,
-        tasks=flags.tasks,
-        jobs=flags.jobs,
-        execution=flags,
-        page=page,
-    )
+        flags.recipe, flags.out, data=flags.data, overrides=overrides, methods=flags.methods, tasks=flags.tasks,
+        jobs=flags.jobs, execution=flags, page=page,
+    )  # fmt: skip
     print_result(document, "\n".join(summary_lines(document)), as_json=flags.json)
     if not flags.json:
         print(flags.out / "report.html")

@@ -166,17 +166,9 @@ class GotDSelector(TransportSelector, GotD):
             return self._solve(*sides_and_epsilon, progress=progress, budget=self.budget, state=state, **options)
 
         result = choose_in_rounds(
-            pool,
-            target,
-            solve,
-            epsilon=self.epsilon,
-            budget=self.budget,
-            rounds=self.rounds,
-            mixture=self.mixture,
-            holdout=self.holdout,
-            seed=self.seed,
-            cost=self.cost,
-        )
+            pool, target, solve, epsilon=self.epsilon, budget=self.budget, rounds=self.rounds, mixture=self.mixture,
+            holdout=self.holdout, seed=self.seed, cost=self.cost,
+        )  # fmt: skip
         self.potentials_ = result.one_shot
         self.scores_ = result.scores
         self.gradients_ = result.gradients

@@ -145,21 +145,13 @@ def sinkhorn_potentials(
             raise SelectionError(f"budget must be a whole number from 1 to the pool's {total} rows, not {budget!r}")
         small = total * m <= EXACT_PAIRS
         settings = SolverSettings(
-            epsilon=epsilon * problem.mean_cost,
-            relative=epsilon,
-            tolerance=tolerance if tolerance is not None else (1e-9 if small else 1e-3),
-            seed=seed,
-            max_iterations=max_iterations,
-            max_passes=max_passes,
-            memory_bytes=memory_bytes,
-            held_bytes=held_bytes,
-            chunk=chunk,
-            progress=progress,
-            overlap=overlap,
+            epsilon=epsilon * problem.mean_cost, relative=epsilon,
+            tolerance=tolerance if tolerance is not None else (1e-9 if small else 1e-3), seed=seed,
+            max_iterations=max_iterations, max_passes=max_passes, memory_bytes=memory_bytes, held_bytes=held_bytes,
+            chunk=chunk, progress=progress, overlap=overlap,
             top=int(budget) if budget is not None else max(1, round(0.05 * total)),
-            state=Path(state) if state is not None else None,
-            device=device,
-        )
+            state=Path(state) if state is not None else None, device=device,
+        )  # fmt: skip
         team.check_same(
             "settings", replace(settings, progress=None, state=None, device=torch.device("cpu")), method, nearest
         )

@@ -207,6 +207,8 @@ def test_a_task_of_srun_is_a_rank() -> None:
     assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"], found["LOCAL_WORLD_SIZE"]) == ("3", "4", "1", "2")
     assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("a08-x1", "18456")
     assert slurm_rank_variables({**TASK, "SLURM_GPUS_PER_TASK": "1"})["LOCAL_RANK"] == "0"
+    steps = [slurm_rank_variables({**TASK, "SLURM_JOB_ID": "123456", "SLURM_STEP_ID": step}) for step in "01"]
+    assert all(steps[0][name] != steps[1][name] for name in ("MASTER_PORT", "FLATSHIFT_JOB"))
     kept = slurm_rank_variables({**TASK, "MASTER_ADDR": "c", "MASTER_PORT": "7"})
     assert (kept["MASTER_ADDR"], kept["MASTER_PORT"]) == ("c", "7")
     # a rank of torchrun, one task, a batch script without a step

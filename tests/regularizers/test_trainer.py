@@ -217,6 +217,16 @@ def scale_losses(run: Any, scaler: torch.amp.GradScaler) -> None:
     run.accelerator.unscale_gradients = lambda: scaler.unscale_(run.optimizer.optimizer)
 
 
+def test_the_rate_is_that_of_the_factors(tmp_path: Path) -> None:
+    reader, model = Reader(), with_lora(tiny_llama())
+    head = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.AdamW([{"params": [head], "lr": 0.5}, {"params": [*theta(model).values()], "lr": RATE}])
+    run = trainer(tmp_path, model, RegularizerCallback(reader, seed=77), kind=InOrder, steps=2)
+    run.optimizer = optimizer
+    run.train()
+    assert reader.rates == [RATE] * 2
+
+
 @pytest.mark.parametrize("kind", [InOrder, TwoPassTrainer])
 @pytest.mark.parametrize("how", ["plain", "scaler", "checkpointing", "reentrant checkpointing"])
 def test_gradients_are_read_before_they_are_unscaled_and_clipped(tmp_path: Path, kind: Any, how: str) -> None:

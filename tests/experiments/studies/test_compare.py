@@ -345,6 +345,11 @@ def test_changed_weights_and_rows_left_out_are_seen(tmp_path: Path) -> None:
         weights.write_bytes(raw)
         cell.backbone_digests.cache_clear()
     assert keys[0] != keys[1]
+    for part in ("00", "01"):
+        (tmp_path / f"model.gguf.part{part}").write_text(part)
+    assert [name for name, _ in cell.backbone_digests(str(tmp_path / "model.gguf"))] == [
+        "model.gguf.part00", "model.gguf.part01",
+    ]  # fmt: skip
     with (tmp_path / "easy.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"text": 7, "split": "train"}\n')
     bad = [from_override("data.bad_rows", "skip"), from_override("comparison.tasks.easy.train", "4000")]

@@ -87,6 +87,7 @@ def test_a_forecast_of_a_linear_model_is_what_training_it_comes_to(tmp_path: Pat
     [
         ("language-model", {}, "has no fixed set of outputs; take classify or regress"),
         ("classify", {"adapter__dora": "true"}, "is not linear in its factors"),
+        ("classify", {"adapter__start": "somewhere"}, "init, start and under begin away from B = 0"),
         ("positive-control", {"data__train__limit": 6}, "6 training and 60 held-out rows; it needs 10"),
     ],
 )

@@ -54,6 +54,8 @@ def test_every_token_is_scored_once(length, window, overlap):
         scored += [label for label in labels if label != -100]
         assert all(label in (-100, token) for label, token in zip(labels, piece, strict=True))
     assert scored == ids[1:]
+    labels = [label for _, own in sliding_windows(ids, window, overlap, first=2) for label in own if label != -100]
+    assert labels == ids[2:]  # of a tokenizer that begins texts with two tokens
 
 
 def test_windows_score_as_a_naive_reading_does():

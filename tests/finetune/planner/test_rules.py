@@ -10,7 +10,7 @@ from flatshift.finetune.config import Adapter, Mesh, Optimizer, Projector, Train
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.planner.rules import REQUIRES, RULES, RuleSettings, check_settings
 from flatshift.finetune.tasks import Classify, Completion, LanguageModel, MaskedLM, Preference, Regress, Seq2Seq
-from flatshift.regularizers.config import GGPO, SAM, BiLora, NEFTune, Plain
+from flatshift.regularizers.config import BAR, GGPO, SAM, BiLora, NEFTune, Plain
 
 # (setting, other side) of a rule → what breaks it and nothing before it; what obeys it, as near to that as can be
 CASES: dict[tuple[str, str], tuple[dict, dict]] = {
@@ -201,6 +201,14 @@ CASES: dict[tuple[str, str], tuple[dict, dict]] = {
     ("regularizer.kind: neftune", "mesh.pp > 1 or mesh.cp > 1"): (
         {"regularizer": NEFTune(), "cp": 2},
         {"regularizer": NEFTune(), "tp": 2},
+    ),
+    ("task.num_beams > 1", "mesh.pp > 1"): (
+        {"task": Seq2Seq(score="generate", num_beams=4), "pp": 2},
+        {"task": Seq2Seq(score="generate", num_beams=4), "dp": 2},
+    ),
+    ("regularizer.kind: bar", "optimizer.fixed: [a]"): (
+        {"regularizer": BAR(), "fixed": ("a",)},
+        {"regularizer": BAR()},
     ),
     ("regularizer.scope: microbatch or sample", "mesh.pp > 1"): (
         {"regularizer": GGPO(scope="sample"), "pp": 2},
