@@ -193,7 +193,7 @@ def _format_metrics_table(evaluation: dict[str, dict[str, Any]]) -> str:
                 continue
             baseline = metrics.get(find_metric(name).floor or "")
             floor = "" if baseline is None else format_number(baseline["value"])
-            interval = f"{format_number(m['low'])} to {format_number(m['high'])}"
+            interval = "–" if m["low"] is None else f"{format_number(m['low'])} to {format_number(m['high'])}"
             rows.append([split, name, format_number(m["value"]), interval, floor, f"{m['n']:,}"])
     table = _format_table(["split", "metric", "value", "interval", "baseline", "items"], rows)
     return (

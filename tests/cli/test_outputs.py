@@ -394,7 +394,8 @@ def test_the_card_is_valid_whole_and_closed(written: Path, classes: Path, rows: 
         for split, metrics in json.loads((source / "eval.json").read_text(encoding="utf-8")).items():
             for name, m in metrics.items():
                 if name != "majority_floor":
-                    assert f"| {split} | {name} | {m['value']:.4g} | {m['low']:.4g} to {m['high']:.4g} |" in body
+                    interval = "–" if m["low"] is None else f"{m['low']:.4g} to {m['high']:.4g}"
+                    assert f"| {split} | {name} | {m['value']:.4g} | {interval} |" in body
         if source == classes:
             floor = json.loads((source / "eval.json").read_text(encoding="utf-8"))["test"]["majority_floor"]["value"]
             assert re.search(rf"accuracy .* \| {floor:.4g} \| 24 \|", body)
