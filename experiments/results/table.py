@@ -255,10 +255,10 @@ class SweepTable:
         ties = []
         for setting, values in by_seed:
             difference = paired_difference(values, lowest)
-            if setting == best[0] or difference is None or difference.excludes_zero:
-                continue
-            if difference.n > 1 or difference.value == 0:
-                ties.append(setting)
+            if setting != best[0] and difference is not None:
+                low, high = (difference.value if end is None else end for end in (difference.low, difference.high))
+                if low <= 0 <= high:  # not where all seeds differ alike: too little for a claim, but no tie
+                    ties.append(setting)
         return ties
 
 
