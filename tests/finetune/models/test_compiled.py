@@ -98,7 +98,7 @@ def test_what_it_does_not_go_with_is_refused(tmp_path):
         ({"adapter": Adapter(dora=True)}, r"adapter\.dora"),
         ({"task": Seq2Seq()}, "seq2seq"),
         ({"regularizer": SAM()}, r"regularizer\.kind: sam"),
-        ({"mesh": Mesh(auto=True)}, "one process"),
+        ({"mesh": Mesh(auto=True)}, "mesh.auto does not plan"),
     ]:
         with pytest.raises(UserError, match=said):
             check_recipe(Recipe(**{**how, **changes}))
