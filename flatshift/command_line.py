@@ -26,6 +26,7 @@ from tyro import constructors
 from flatshift.experiments.recipe import from_override, refuse_contradictions
 from flatshift.experiments.recipe.json_schema import field_docs, hint_options
 from flatshift.experiments.recipe.schema import Recipe, find_keys_ending_with, list_keys
+from flatshift.experiments.recipe.tree import kinds_first
 from flatshift.experiments.run.console import pause_heartbeat
 from flatshift.finetune.config import MAX_LENGTH
 from flatshift.finetune.errors import UserError, shorten
@@ -81,7 +82,7 @@ def split_overrides(argv: list[str], flags: type) -> tuple[list[str], list[Any]]
         UserError: a key without its value, two that contradict each other, or the last word of a key alone (`--steps`).
     """
     words, settings = _split_recipe_keys(argv, flags)
-    settings.sort(key=lambda setting: (setting[0].count("."), not setting[0].endswith(".kind")))  # kinds, then settings
+    settings.sort(key=lambda setting: kinds_first(setting[0]))
     overrides = [from_override(key, value, flag) for key, flag, value in settings]
     refuse_contradictions(overrides)
     return words, overrides

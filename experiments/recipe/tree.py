@@ -319,6 +319,11 @@ def _describe_value(value: Any) -> str:
     return f"{shorten(repr(value), 60)} ({type(value).__name__})"
 
 
+def kinds_first(key: str) -> tuple[int, bool]:
+    """Sort keys of one layer by this, so that no `kind` drops the settings that were given with it."""
+    return key.count("."), not key.endswith(".kind")
+
+
 def refuse_contradictions(overrides: Iterable[Branch]) -> None:
     """Raise UserError where two flags of one command line set the same key to different values.
 

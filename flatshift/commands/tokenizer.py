@@ -76,17 +76,10 @@ def run(argv: list[str]) -> int:
     from flatshift.experiments.workflows.tokenizer import compare_tokenizers, format_document
 
     document = compare_tokenizers(
-        flags.names,
-        data=flags.data,
-        group_by=flags.group_by,
-        reference=flags.reference,
-        parallel=flags.parallel,
-        columns=Columns(text=flags.text_column),
-        out=flags.out,
-        command=join_command(["flatshift", "tokenizer", *argv]),
-        quiet=flags.json,
-        page=page,
-    )
+        flags.names, data=flags.data, group_by=flags.group_by, reference=flags.reference, parallel=flags.parallel,
+        columns=Columns(text=flags.text_column), out=flags.out, command=join_command(["flatshift", "tokenizer", *argv]),
+        quiet=flags.json, page=page,
+    )  # fmt: skip
     print_result(document, format_document(document), as_json=flags.json)
     if flags.out is not None and not flags.json:
         print(flags.out / "report.html")

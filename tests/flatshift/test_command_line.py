@@ -13,6 +13,7 @@ from flatshift import commands
 from flatshift.command_line import parse_flags, split_overrides
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.experiments.recipe.rules import check_recipe
+from flatshift.experiments.studies.compare.tuning import TrialSetting
 from flatshift.finetune.errors import UserError
 from flatshift.regularizers.config import RegularizerError
 from flatshift.selection.errors import SelectionError
@@ -47,6 +48,19 @@ def test_the_order_of_flags_does_not_matter(words: list[str], key: str, value: o
         for name in key.split("."):
             recipe = getattr(recipe, name)
         assert recipe == value
+
+
+def test_the_order_of_axes_and_of_a_methods_settings_does_not_matter(tmp_path: Path) -> None:
+    from flatshift.experiments.studies.compare.comparison_plan import ComparisonPlan
+    from tests.support.comparison_study import make_study
+
+    recipe = make_study(tmp_path)
+    text = recipe.read_text(encoding="utf-8")
+    own = "ggpo: {confirmatory: true, set: {regularizer.sigma: 0.2, regularizer.kind: flat-lora}"
+    recipe.write_text(text.replace("ggpo: {confirmatory: true, set: {regularizer.kind: ggpo}", own), encoding="utf-8")
+    plan = ComparisonPlan(str(recipe), [], data=tmp_path)
+    found = plan.run("final", "ggpo", "easy", 0, TrialSetting(1e-2)).cell.resolved.recipe.regularizer
+    assert (found.kind, found.sigma) == ("flat-lora", 0.2)
 
 
 def test_the_kinds_of_an_optimizer_share_their_settings(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from flatshift.experiments.recipe.auto import resolve_auto
 from flatshift.experiments.recipe.resolve import resolve_tree
 from flatshift.experiments.recipe.rules import CELL_RULES, check_recipe, check_rules
 from flatshift.experiments.recipe.schema import Comparison, Recipe, StudyTask, short_hash
-from flatshift.experiments.recipe.tree import Branch
+from flatshift.experiments.recipe.tree import Branch, kinds_first
 from flatshift.experiments.studies.cell import Cell, backbone_digests, file_digest, settings_digests
 from flatshift.experiments.studies.compare.tuning import TrialSetting, first_trials
 from flatshift.experiments.studies.study import filter_by_flag, locate_file, study_recipe
@@ -217,7 +217,7 @@ class ComparisonPlan:
             (f"--comparison.methods.{method}", setting.overrides() if setting else {}),
             ("--", changes or {}),
         ):
-            overrides += [from_override(key, value, origin) for key, value in keys.items()]
+            overrides += [from_override(key, keys[key], origin) for key in sorted(keys, key=kinds_first)]
         return resolve_auto(resolve_tree(self._tree, overrides, name=self.resolved.name))
 
 

@@ -14,7 +14,7 @@ from flatshift.experiments.recipe.auto import resolve_auto_tree
 from flatshift.experiments.recipe.resolve import apply_overrides, get_dotted, recipe_tree, resolve_tree
 from flatshift.experiments.recipe.rules import CELL_RULES, check_recipe, check_rules
 from flatshift.experiments.recipe.schema import Recipe
-from flatshift.experiments.recipe.tree import Branch, Leaf, Tree, parse
+from flatshift.experiments.recipe.tree import Branch, Leaf, Tree, kinds_first, parse
 from flatshift.experiments.studies.cell import Cell, make_cell, point_label
 from flatshift.experiments.studies.sweep.axes import Axes, Design, ValueRange, Values, generate_points
 from flatshift.finetune.errors import UserError
@@ -139,7 +139,7 @@ class SweepBase:
         labels: dict[str, str] = {}
         first_seed = self.recipe.train.seed
         for written in points:
-            components_first = sorted(written.items(), key=lambda item: item[0].count("."))  # then their settings
+            components_first = sorted(written.items(), key=lambda item: kinds_first(item[0]))
             overrides = [from_override(key, value, f"--grid {key}") for key, value in components_first]
             overrides.append(from_override("train.seed", first_seed, "--seeds"))
             resolved = resolve_tree(self.tree, overrides, name=self.name)
