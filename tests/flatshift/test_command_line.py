@@ -50,7 +50,7 @@ def test_the_order_of_flags_does_not_matter(words: list[str], key: str, value: o
         assert recipe == value
 
 
-def test_the_order_of_axes_and_of_a_methods_settings_does_not_matter(tmp_path: Path) -> None:
+def test_the_order_of_a_methods_settings_does_not_matter(tmp_path: Path) -> None:
     from flatshift.experiments.studies.compare.comparison_plan import ComparisonPlan
     from tests.support.comparison_study import make_study
 

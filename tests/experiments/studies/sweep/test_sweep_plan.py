@@ -149,6 +149,11 @@ def test_a_local_backbone_is_known_by_its_bytes(tmp_path: Path) -> None:
 def test_component_is_shown_by_its_kind() -> None:
     cells = list(SweepBase.of("double-descent", []).plan(parse_grid(["regularizer=plain,ggpo"]), 1))
     assert [c.point for c in cells] == [{"regularizer": "plain"}, {"regularizer": "ggpo"}]
+    grid = parse_grid(["regularizer.sigma=0.2", "regularizer.kind=ggpo,flat-lora"])  # the kind does not drop the sigma
+    cells = list(SweepBase.of("double-descent", []).plan(grid, 1))
+    assert [(c.resolved.recipe.regularizer.kind, c.resolved.recipe.regularizer.sigma) for c in cells] == [
+        ("ggpo", 0.2), ("flat-lora", 0.2),
+    ]  # fmt: skip
 
 
 def test_one_kind_may_stand_in_a_grid_with_several_settings(tmp_path: Path) -> None:
