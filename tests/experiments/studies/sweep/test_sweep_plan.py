@@ -150,7 +150,8 @@ def test_component_is_shown_by_its_kind() -> None:
     cells = list(SweepBase.of("double-descent", []).plan(parse_grid(["regularizer=plain,ggpo"]), 1))
     assert [c.point for c in cells] == [{"regularizer": "plain"}, {"regularizer": "ggpo"}]
     grid = parse_grid(["regularizer.sigma=0.2", "regularizer.kind=ggpo,flat-lora"])  # the kind does not drop the sigma
-    cells = list(SweepBase.of("double-descent", []).plan(grid, 1))
+    base = SweepBase.of("double-descent", [from_override("regularizer", "ggpo", "--regularizer")])
+    cells = list(base.plan(grid, 1))
     assert [(c.resolved.recipe.regularizer.kind, c.resolved.recipe.regularizer.sigma) for c in cells] == [
         ("ggpo", 0.2), ("flat-lora", 0.2),
     ]  # fmt: skip
