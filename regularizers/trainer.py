@@ -103,6 +103,8 @@ class RegularizerCallback(TrainerCallback):
         self._passes: Iterator[int] = iter(())
         self.micro_index = 0
         self._gradient_state: Any = None
+        self._group = 0
+        """Parameter group of the factors, whose learning rate the regularizer reads."""
         self._end_is_queued = False
         self._forward_hook: Any = None
 
@@ -126,6 +128,9 @@ class RegularizerCallback(TrainerCallback):
             model, seed=seed, total_steps=state.max_steps, placement=None if placement is SINGLE_PROCESS else placement
         )
         self.attached = True
+        factors = {id(p) for name, p in model.named_parameters() if ".lora_" in name}
+        groups = (any(id(p) in factors for p in group["params"]) for group in kwargs["optimizer"].param_groups)
+        self._group = next((number for number, has_factors in enumerate(groups) if has_factors), 0)
         self._gradient_state = kwargs["optimizer"].gradient_state
         try:
             if state.global_step > 0:
@@ -161,9 +166,7 @@ class RegularizerCallback(TrainerCallback):
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         optimizer = kwargs["optimizer"]
         if not optimizer.step_was_skipped:  # a loss scaler skips steps with an infinite gradient
-            factors = {id(p) for name, p in kwargs["model"].named_parameters() if ".lora_" in name}
-            groups = [group for group in optimizer.param_groups if any(id(p) in factors for p in group["params"])]
-            self.regularizer.after_optimizer_step(float((groups or optimizer.param_groups)[0]["lr"]))
+            self.regularizer.after_optimizer_step(float(optimizer.param_groups[self._group]["lr"]))
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.abandon()  # another callback may have stopped the epoch inside a step

@@ -213,9 +213,9 @@ def merge(lower: Tree, upper: Tree, key: str = "") -> Tree:
     """Merge `upper` over `lower`, the values of `key`: mappings merge key by key, everything else is replaced.
 
     Where `upper` changes a component's `kind`, the settings of the other kind are dropped; but for `optimizer`, whose
-    kinds share one class of settings. A component written as its
-    bare kind (`regularizer: ggpo`) merges like the mapping it stands for: over the same kind it keeps the settings,
-    over another kind it starts from that kind's defaults.
+    kinds share one class of settings. A component written as its bare kind (`regularizer: ggpo`) merges like the
+    mapping it stands for: over the same kind it keeps the settings, over another kind it starts from that kind's
+    defaults.
     """
     if not isinstance(upper, Branch):
         kind = lower.children.get("kind") if isinstance(lower, Branch) else None

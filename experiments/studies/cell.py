@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import gc
 import json
-import re
 import shutil
 import time
 import traceback
@@ -119,8 +118,9 @@ def backbone_digests(name: str) -> list[list[str]]:
     other name."""
     directory = user_path(name)
     if name.endswith(".gguf") and not name.startswith("package:"):  # with its parts or splits
-        pattern = re.sub(r"\d{5}(?=-of-\d{5}\.gguf$)", "?????", directory.name)
-        return [[path.name, file_sha256(path)] for path in sorted(directory.parent.glob(f"{pattern}*"))]
+        from flatshift.finetune.models.gguf_backbone import find_gguf_files
+
+        return [[path.name, file_sha256(path)] for path in find_gguf_files(name, directory, ())]
     if name.startswith("package:") or assets.backbone_directory(name) is not None or not directory.is_dir():
         return []
     files = [*assets.non_weight_files(directory), *sorted(directory.glob("*.safetensors"))]

@@ -20,8 +20,7 @@ from flatshift.experiments.recipe.build import suggest_nearest
 from flatshift.experiments.recipe.resolve import apply_overrides, recipe_tree, resolve_tree
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch
-from flatshift.experiments.results.cells import STUDY as RECIPE
-from flatshift.experiments.results.cells import read_result
+from flatshift.experiments.results.cells import STUDY, read_result
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies.cell import Cell, CellResult, capture_result, finish_cell
 from flatshift.experiments.studies.directory import WORKERS, write_done
@@ -69,7 +68,7 @@ def study_recipe(
     """
     tree = apply_overrides(recipe_tree(reference), overrides)
     name = Path(reference).stem
-    tree = resolve_auto_tree(tree, name=name, previous=None if out is None else out / RECIPE, recipe_type=recipe_class)
+    tree = resolve_auto_tree(tree, name=name, previous=None if out is None else out / STUDY, recipe_type=recipe_class)
     resolved = resolve_tree(tree, (), name=name, recipe_type=recipe_class)
     assert isinstance(tree, Branch)
     if getattr(resolved.recipe, block) is None:
@@ -107,7 +106,7 @@ def claim_study(out: Path, recipe_yaml: str, kind: str) -> None:
     Several recipes may use a directory one after another, because cells have unique names. kind: of the study, for the
     error message. Raises UserError if `out` holds something else.
     """
-    marker = out / RECIPE
+    marker = out / STUDY
     free = not out.exists() or (out.is_dir() and has_only_leftovers(out, allowed=("cells", INSIDE, WORKERS)))
     if not (marker.is_file() or free):
         raise UserError(f"{out} is not empty and is not a {kind}'s directory; name another --out")
@@ -151,7 +150,7 @@ def run_study_cells(
         write_json(out / name, document)
         if page is not None:
             write_text(out / "report.html", page(document))
-        write_done(out, (name, RECIPE, COMMAND, ENVIRONMENT, *inputs))
+        write_done(out, (name, STUDY, COMMAND, ENVIRONMENT, *inputs))
         return document
 
 

@@ -277,15 +277,17 @@ def _write_parts(
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         file = parts / f"part-{len(current):06}-{digest}.jsonl"
         current.add(file)
-        if file.is_file() and (predictor.bad_rows == "skip" or sum(1 for _ in _iter_records([file])) == len(chunk)):
-            reused += sum(1 for _ in _iter_records([file]))
+        count = sum(1 for _ in _iter_records([file])) if file.is_file() else -1
+        if count >= 0 and (predictor.bad_rows == "skip" or count == len(chunk)):
+            reused += count
         else:
             if reused and done == reused:
                 console.say(f"{reused:,} rows were done before")
             records = predictor(chunk)
             with atomic_file(file) as temporary, temporary.open("w", encoding="utf-8") as handle:
                 handle.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-        done += sum(1 for _ in _iter_records([file]))  # without skipped rows
+            count = len(records)  # without skipped rows
+        done += count
         bar(done)
     for file in set(parts.glob(_PART_FILES)) - current:  # of rows that are no more so
         file.unlink()

@@ -47,6 +47,8 @@ class SavedAdapter:
     """`name` and `fingerprint` of its backbone, if it is in a run directory that records them."""
     quantization: str | None = None
     """The only quantisation of the weights that it fits, if its run's recipe records one (`adapter.init: loftq`)."""
+    classes: tuple[str, ...] | None = None
+    """Classes of its head in order, if its run records them."""
 
     @classmethod
     def find(cls, name: str, *, context: str) -> SavedAdapter:
@@ -118,13 +120,6 @@ class SavedAdapter:
                 "take an adapter that was trained without it"
             )
 
-    @property
-    def classes(self) -> tuple[str, ...] | None:
-        """Classes of its head in order, if its run records them."""
-        files = (run / "manifest.json" for run in self.path.resolve().parents[:3])
-        names = next((read_json_object(file).get("label_names") for file in files if file.is_file()), None)
-        return None if names is None else tuple(names)
-
     def digest(self) -> str:
         """Return the SHA-256 of its settings and its weights."""
         files = [self.path / name for name in (SETTINGS, "adapter_model.safetensors")]
@@ -147,8 +142,8 @@ def saved_scale(settings: Mapping[str, Any], layer: str, rank: int) -> float:
     return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 
-def _read_run_record(path: Path) -> tuple[Mapping[str, Any] | None, str | None]:
-    """Return (backbone, quantization) of the adapter in `path`, from the run directory that contains it, if any."""
+def _read_run_record(path: Path) -> tuple[Mapping[str, Any] | None, str | None, tuple[str, ...] | None]:
+    """Return (backbone, quantization, classes) of the adapter in `path`, from the run directory around it, if any."""
     for run in path.resolve().parents[:3]:  # RUN/adapter, RUN/initial, RUN/stages/NAME/adapter
         manifest, recipe = run / "manifest.json", run / "recipe.resolved.yaml"
         if not recipe.is_file():
@@ -159,9 +154,11 @@ def _read_run_record(path: Path) -> tuple[Mapping[str, Any] | None, str | None]:
             init, train = (settings.get("adapter") or {}).get("init"), settings.get("train") or {}
         except (OSError, ValueError, RecursionError, AttributeError, yaml.YAMLError):
             raise UserError(f"{recipe}: not a run's recipe; restore it, or take the adapter's own folder") from None
-        backbone = read_json_object(manifest).get("backbone") if manifest.is_file() else None
-        return backbone, train.get("quantization") if init == "loftq" else None
-    return None, None
+        record = read_json_object(manifest) if manifest.is_file() else {}
+        names = record.get("label_names")
+        quantization = train.get("quantization") if init == "loftq" else None
+        return record.get("backbone"), quantization, None if names is None else tuple(names)
+    return None, None, None
 
 
 def check_same_settings(saved: SavedAdapter, tensors: Mapping[str, Tensor], model: PeftModel, *, context: str) -> None:

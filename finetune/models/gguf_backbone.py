@@ -58,7 +58,7 @@ def gguf_directory(name: str, file: Path, roots: Sequence[Path] = ()) -> Path:
         UserError: no such file, a part is missing, another format, damaged, an architecture or quantisation that is not
             converted, no tokenizer, no space or memory, or the package `gguf` is not installed.
     """
-    files = _find_files(name, file, roots)
+    files = find_gguf_files(name, file, roots)
     state = [[str(path), stat.st_size, stat.st_mtime_ns] for path in files for stat in [path.stat()]]
     target = cache_root() / f"gguf-{hashlib.sha256(repr((_CONVERSION, state)).encode()).hexdigest()[:32]}"
     if target in _refusals:
@@ -87,7 +87,7 @@ def _is_being_converted(target: Path) -> bool:
 # ------------------------------------------------------------------------------------------------------- files
 
 
-def _find_files(name: str, file: Path, roots: Sequence[Path]) -> list[Path]:
+def find_gguf_files(name: str, file: Path, roots: Sequence[Path]) -> list[Path]:
     """Return the file, its parts or its splits in order, as absolute paths."""
 
     def find(pattern: str) -> list[Path]:
