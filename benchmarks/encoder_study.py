@@ -153,7 +153,8 @@ def guide(documents: Mapping[str, Any]) -> str:
     levels = {name: {arm: by_seed(documents[name], arm, "accuracy") for arm in ("cold", *WARM)} for name in documents}
     cold = [100 * float(levels[name]["cold"].mean()) for name in documents]
     mean = 100 * float(np.mean([levels[name]["cold"].mean() for name in counted]))
-    head = ["read before the labels", "mean", "over targets", "over seeds", *documents, "pseudo-perplexity ÷ random's"]
+    head = ["read before the labels", "mean", "over targets", "over seeds", *documents]
+    head += ["macro F1 (over targets)", "pseudo-perplexity ÷ random's"]
     lines = [
         "",
         f"all-MiniLM-L6-v2 (22.7 M parameters), {', '.join(sizes)}. {len(levels[counted[0]]['cold'])} paired seeds, a "
@@ -162,7 +163,7 @@ def guide(documents: Mapping[str, Any]) -> str:
         "",
         "| " + " | ".join(head) + " |",
         "|" + "---|" * len(head),
-        f"| nothing: accuracy, % | {mean:.1f} | | | {' | '.join(f'{value:.1f}' for value in cold)} | – |",
+        f"| nothing: accuracy, % | {mean:.1f} | | | {' | '.join(f'{value:.1f}' for value in cold)} | | – |",
     ]
     for arm in WARM:
         gaps = {name: 100 * (levels[name][arm] - levels[name]["cold"]) for name in documents}
@@ -175,7 +176,10 @@ def guide(documents: Mapping[str, Any]) -> str:
         for axis in (1, 0):  # over targets, over seeds
             low, _, high = ends_of(t_interval(each.mean(axis).tolist()))
             cells.append(f"{low:+.1f} to {high:+.1f}")
-        cells += [f"{gap.mean():+.1f}" for gap in gaps.values()] + [f"{np.exp(np.mean(np.log(ratios))):.2f}"]
+        f1 = [by_seed(documents[n], arm, "f1_macro") - by_seed(documents[n], "cold", "f1_macro") for n in counted]
+        low, middle, high = (100 * end for end in ends_of(t_interval([float(gap.mean()) for gap in f1])))
+        cells += [f"{gap.mean():+.1f}" for gap in gaps.values()] + [f"{middle:+.1f} ({low:+.1f} to {high:+.1f})"]
+        cells.append(f"{np.exp(np.mean(np.log(ratios))):.2f}")
         lines.append("| " + " | ".join(cells) + " |")
     beside = []
     for name, document in documents.items():

@@ -94,7 +94,7 @@ def main() -> None:
         return
     write_json(folder(name) / DOCUMENT, document)
     packages = ("torch", "transformers", "peft", "numpy", "scipy", "scikit-learn")
-    bench = Benchmark(f"selection_{name}", packages=packages)
+    bench = Benchmark(f"selection_{name}", packages=packages, command=f"{command(name)} --data DIR")
     rows(bench, document, bars=BARS if name == STUDIES[0] else {})
     bench.finish()
     write_between(PAGE, *marks(name), guide(document, name))

@@ -49,16 +49,9 @@ class SourceFiles:
     def rows(self, data: Data, task: Task, skipped: list[str]) -> Iterator[Row]:
         """Stream the usable rows; the id of a row of a source is `NAME/ID`. Raises UserError."""
         rows = read_rows(
-            self.files,
-            columns=self.columns,
-            required=task.columns(),
-            bad_rows=data.bad_rows,
-            skipped=skipped,
-            setting=self.columns_setting,
-            first=self.first,
-            label=task.read_label,
-            used=self._used(task),
-        )
+            self.files, columns=self.columns, required=task.columns(), bad_rows=data.bad_rows, skipped=skipped,
+            setting=self.columns_setting, first=self.first, label=task.read_label, used=self._used(task),
+        )  # fmt: skip
         try:
             for row in rows:
                 yield row if self.name is None else dataclasses.replace(row, id=f"{self.name}/{row.id}")

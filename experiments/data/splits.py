@@ -334,16 +334,9 @@ def _prepare(recipe: Recipe, folder: Path | None) -> tuple[PreparedData, dict[st
     tokenizer = open_backbone(recipe.backbone).tokenizer
     shuffle = bool(noise) and task.traits.noise_level == "tokens"
     encoded = encode_rows(
-        recipe,
-        routed,
-        task=task,
-        labels=labels,
-        units=units,
-        paths=paths,
-        folder=None if shuffle else folder,
-        source_count=source_count,
-        checks=RowChecks(recipe, tokenizer, wrong=flipped),
-    )
+        recipe, routed, task=task, labels=labels, units=units, paths=paths, folder=None if shuffle else folder,
+        source_count=source_count, checks=RowChecks(recipe, tokenizer, wrong=flipped),
+    )  # fmt: skip
     splits = encoded.splits
     if shuffle:
         examples, flipped = shuffle_tokens(
@@ -385,20 +378,13 @@ def _build_prepared(
     refuse_findings(findings, recipe.data.checks)
     names, units = record["label_names"], record["units"]
     return PreparedData(
-        splits["train"],
-        splits["dev"],
-        splits["test"],
-        label_names=None if names is None else tuple(names),
-        truncated=record["truncated"],
-        skipped=record["skipped"],
-        flipped=record["flipped"],
-        true_labels=record["true_labels"],
-        dropped=record["dropped"],
+        splits["train"], splits["dev"], splits["test"], label_names=None if names is None else tuple(names),
+        truncated=record["truncated"], skipped=record["skipped"], flipped=record["flipped"],
+        true_labels=record["true_labels"], dropped=record["dropped"],
         mixture=build_mixture(recipe.data, record["sizes"]),
         notes=(*record["notes"], *iter_position_warnings(recipe, splits.values())),
-        units=None if units is None else Units(**units),
-        checks=findings,
-    )
+        units=None if units is None else Units(**units), checks=findings,
+    )  # fmt: skip
 
 
 def _route_rows(train: Sequence[Row], rows: SplitRows) -> Routed:

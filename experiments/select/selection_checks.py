@@ -70,18 +70,11 @@ def run_selection_checks(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # a tolerance missed on a part is in `marginal_error`
             result = check_selection(
-                x,
-                y,
-                np.argsort(selector.ranks()),
-                budget=spec.budget,
-                refit=_refit_function(spec, sides, seed),
+                x, y, np.argsort(selector.ranks()), budget=spec.budget, refit=_refit_function(spec, sides, seed),
                 weights=sides.weights,
-                epsilon=potentials.epsilon if potentials is not None and potentials.epsilon > 0 else None,
-                cost=cost,
-                in_rounds=isinstance(inner, GotD) and inner.rounds > 1,
-                seed=seed,
-                progress=progress,
-            )
+                epsilon=potentials.epsilon if potentials is not None and potentials.epsilon > 0 else None, cost=cost,
+                in_rounds=isinstance(inner, GotD) and inner.rounds > 1, seed=seed, progress=progress,
+            )  # fmt: skip
         if result is None:
             console.say("note: all features coincide; the selection was not checked")
             return None

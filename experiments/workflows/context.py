@@ -114,17 +114,10 @@ def run_context(
         trackers = open_trackers(recipe.tracker, run, config=dataclasses.asdict(recipe), log=console.say)
         try:
             yield RunContext(
-                recipe=recipe,
-                run=run,
-                console=console,
-                world=world,
-                stop=stop,
-                trackers=trackers,
-                peak_tflops=None if cell else _resolve_peak_tflops(recipe, world, console),
-                cell=cell,
-                draw=draw,
+                recipe=recipe, run=run, console=console, world=world, stop=stop, trackers=trackers,
+                peak_tflops=None if cell else _resolve_peak_tflops(recipe, world, console), cell=cell, draw=draw,
                 probe=probe,
-            )
+            )  # fmt: skip
         finally:
             trackers.close()
 

@@ -37,17 +37,10 @@ def generate_answers(
     stops = {example.stop for example in examples if example.stop is not None} - {tokenizer.eos_token_id}
     ends = [token for token in (tokenizer.eos_token_id, *sorted(stops)) if token is not None]
     config = GenerationConfig(
-        do_sample=False,
-        num_beams=num_beams,
-        length_penalty=1.0,
-        early_stopping=False,
-        use_cache=True,
-        max_new_tokens=max_new_tokens,
-        pad_token_id=inference.pad_id,
-        eos_token_id=ends or None,
-        bos_token_id=tokenizer.bos_token_id,
-        decoder_start_token_id=start,
-    )
+        do_sample=False, num_beams=num_beams, length_penalty=1.0, early_stopping=False, use_cache=True,
+        max_new_tokens=max_new_tokens, pad_token_id=inference.pad_id, eos_token_id=ends or None,
+        bos_token_id=tokenizer.bos_token_id, decoder_start_token_id=start,
+    )  # fmt: skip
     answers: dict[int, str] = {}
     with without_generation_config(model):
         for indices, tokens in generate_batches(model, prompts, config, inference):

@@ -223,19 +223,12 @@ class CheckpointFiles:
                     "done with floats only; take the unquantised one"
                 )
         return cls(
-            directory=directory,
-            entries=entries,
+            directory=directory, entries=entries,
             keys={name: key for name, key in keys.items() if name not in mismatched},
-            converted=tuple(name for name in state if name in sources),
-            stacked=stacked,
-            missing=tuple(missing),
-            mismatched=tuple(sorted(mismatched)),
-            computed=_compute_parameters(model, {*absent} - {*missing}),
-            shapes=shapes,
-            model_class=type(model),
-            config=model.config,
-            dtype=model.dtype,
-        )
+            converted=tuple(name for name in state if name in sources), stacked=stacked, missing=tuple(missing),
+            mismatched=tuple(sorted(mismatched)), computed=_compute_parameters(model, {*absent} - {*missing}),
+            shapes=shapes, model_class=type(model), config=model.config, dtype=model.dtype,
+        )  # fmt: skip
 
     def without(self, names: Collection[str]) -> CheckpointFiles:
         """Return the same checkpoint without the tensors of these model names."""

@@ -386,17 +386,10 @@ def check_selection(
             error = max(error, *(solution.error for solution in solutions))
         report_step()
     return SelectionCheck(
-        sample=sample,
-        targets=targets,
-        epsilon=epsilon,
-        distance=base.value,
-        g=base.g,
-        fitted=fitted,
+        sample=sample, targets=targets, epsilon=epsilon, distance=base.value, g=base.g, fitted=fitted,
         held_out={name: np.array(values) for name, values in held_out.items() if values},
-        held_distance=np.array(held_distance),
-        error=error,
-        left_out=left_out,
-    )
+        held_distance=np.array(held_distance), error=error, left_out=left_out,
+    )  # fmt: skip
 
 
 def _fit_readings(

@@ -161,7 +161,8 @@ def test_the_page_counts_a_target_that_is_above_its_floor_and_names_those_that_a
             {
                 "warmup": arm,
                 "seed": seed,
-                "metrics": {"accuracy": level + 0.01 * seed, "pseudo_perplexity": 100.0 * level},
+                "metrics": dict.fromkeys(("accuracy", "f1_macro"), level + 0.01 * seed)
+                | {"pseudo_perplexity": 100.0 * level},
             }
             for arm, level in levels.items()
             for seed in (0, 1, 2)

@@ -147,9 +147,8 @@ def protocol(plan: Plan) -> list[str]:
         "every arm: if that favours anyone, it is the base model without warm-up.",
         "A seed draws the target's texts that selectors see, the labelled rows among them, the selection where it is a "
         "draw, the order of training and the adapter. Validation and test rows are the same for all. Learning rates "
-        "are chosen on validation rows alone; test rows are evaluated by the final runs, once in each, and nothing is "
-        "chosen by that. Test texts are read before that too, without labels: to clear the pool of them, and for the "
-        "coverage of every selection.",
+        "are chosen on validation rows alone; test rows are evaluated by the final runs, once in each. Test texts are "
+        "read before that too, without labels: to clear the pool of them, and for the coverage of every selection.",
         f"{study.seeds} seeds for every arm; intervals are 95 % t-intervals of seed-paired differences. The detectable "
         "effect is (t.975 + t.80)·s_d/√S. Where all seeds differ by the same amount, there is no spread to test by: no "
         "p and no interval are given, and Holm's correction counts that arm with p = 1.",

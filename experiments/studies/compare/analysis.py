@@ -187,7 +187,7 @@ def _analyse_method(
         "all_tasks": compute_endpoint(plan, outcome, name, base, [t for t in counted if t in study.runs_on(name)]),
         "equal_time": equal_time,
         "step_ratio": outcome.step_ratio.get(name),
-        "sharpness": _sharpness_ratio(plan, outcome, name),
+        "sharpness": _sharpness_ratio(plan, outcome, name, tasks or study.runs_on(name)),
     }
 
 
@@ -214,12 +214,14 @@ def _compare_sides(
     return paired_test(ours, base)
 
 
-def _sharpness_ratio(plan: ComparisonPlan, outcome: ComparisonResults, name: str) -> dict[str, Any] | None:
-    """Compute the ratio of sharpness to the baseline's over tasks, from means over seeds of ln; None if not measured. A
-    pair of runs in which one is not positive counts in `pairs` and not in `n`."""
+def _sharpness_ratio(
+    plan: ComparisonPlan, outcome: ComparisonResults, name: str, tasks: Sequence[str]
+) -> dict[str, Any] | None:
+    """Compute the ratio of sharpness to the baseline's over `tasks`, from means over seeds of ln; None if not measured.
+    A pair of runs in which one is not positive counts in `pairs` and not in `n`."""
     base = plan.study.baseline
     logs, pairs = dict[str, list[float]](), 0
-    for task in plan.study.runs_on(name):
+    for task in tasks:
         for ours, peer in zip(outcome.finals[name, task], outcome.finals[base, task], strict=False):
             a, b = ours.get("sharpness"), peer.get("sharpness")
             if a is None or b is None:
@@ -280,7 +282,7 @@ def describe_protocol(study: Comparison) -> list[str]:
         "and the better neighbour. A method's own knobs come out of the same trials.",
         f"Trials use the seed {study.tuning_seeds[0]}{finalists} No final run uses such a seed. "
         "Trials are evaluated "
-        f"on validation rows by {criterion}, ties by loss. Test rows are evaluated once, in the final runs; the last "
+        f"on validation rows by {criterion}, ties by loss. Test rows are evaluated in final runs alone; the last "
         "step's adapter is taken.",
         "A seed fixes the labelled subset, the order, the adapter's initialisation (where methods share it) and "
         "dropout for all methods.",

@@ -432,7 +432,7 @@ def test_the_endpoint_its_test_and_its_bootstrap_from_known_answers(tmp_path: Pa
 
     from flatshift.experiments.report.chapters.comparison import page
     from flatshift.experiments.statistics.intervals import t_interval
-    from flatshift.experiments.studies.compare.analysis import _sharpness_ratio, analyse
+    from flatshift.experiments.studies.compare.analysis import _analyse_method, _sharpness_ratio, analyse
 
     recipe = make_study(tmp_path, seeds=6)
     plan = ComparisonPlan(str(recipe), [], data=tmp_path, tasks=["easy"])
@@ -467,7 +467,8 @@ def test_the_endpoint_its_test_and_its_bootstrap_from_known_answers(tmp_path: Pa
     outcome.finals["plain", "again"] = outcome.finals["plain", "easy"]
     outcome.finals["ggpo", "again"] = [run | {"sharpness": 0.02} for run in outcome.finals["ggpo", "easy"]]
     monkeypatch.setattr(type(plan.study), "runs_on", lambda self, name: ["easy", "again"])
-    both = _sharpness_ratio(plan, outcome, "ggpo")
+    assert _analyse_method(plan, outcome, "ggpo", ["easy"], ["easy"])["sharpness"] == ratio  # of the endpoint's tasks
+    both = _sharpness_ratio(plan, outcome, "ggpo", ["easy", "again"])
     assert both is not None and both["n"] == 12
     assert math.log(both["low"]) == pytest.approx(t_interval([gap, math.log(2)]).low)
     monkeypatch.undo()
