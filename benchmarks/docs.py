@@ -91,6 +91,7 @@ TOPICS = {
             "regularizer_exactness": "GGPO's noise, norms and sketches, compared with references.",
             "regularizer_step": "CPU time and memory of a training step with each regularizer.",
             "flat_comparison": "Flat-minimum methods on real tasks, compared with tuned plain LoRA.",
+            "flat_noise": "The same with wrong labels, trained to the end.",
         },
     ),
     "curves": (

@@ -223,7 +223,7 @@ def noise_guide(document: dict[str, Any]) -> str:
                 continue
             gaps = group_differences(document, name, tasks)
             sharp = gaps["sharpness"]
-            ratio = "–" if sharp is None else _range(sharp, lambda x: f"{math.exp(x):.2f}")
+            ratio = "–" if sharp is None else _range(sharp, lambda x: _shown(math.exp(x)))
             cells = [f"`{name}`", group, _range(gaps["tasks"], _points), _range(gaps["seeds"], _points), errors, ratio]
             lines.append("| " + " | ".join([*cells, _shown(method["step_ratio"]), _equal_time(method)]) + " |")
     lines += ["", "At equal time: over all tasks. Protocol:", ""]
