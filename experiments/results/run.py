@@ -23,6 +23,7 @@ from flatshift.experiments.results.predictions import Predictions, RunEvaluation
 from flatshift.experiments.results.sweep import SweepData, read_sweep
 from flatshift.experiments.results.table import read_parquet
 from flatshift.finetune import atomic
+from flatshift.finetune.data.files import has_named
 from flatshift.finetune.digests import DONE, check_files
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.metrics import find_metric, sort_for_headline
@@ -172,16 +173,19 @@ class RunResults:
 
     def split_evaluation(self, split: str) -> RunEvaluation:
         """Return the data of a split for comparison with another run; its files are identified by their digests."""
-        files = self.split_files(split)
-        inputs = [i for i in self.manifest.get("inputs", ()) if isinstance(i, dict) and i.get("path") in files]
-        digest = ",".join(str(i.get("sha256")) for i in inputs)
+        names = self.split_files(split) or self.split_files("train")
+        inputs = [i for i in self.manifest.get("inputs", ()) if isinstance(i, dict)]
+        own = [i.get("sha256") for i in inputs if any(has_named(name, str(i.get("path"))) for name in names)]
+        digest = ",".join(map(str, own)) or str(self.path)  # unknown: the rows of no other run
         return RunEvaluation(self.eval.get(split, {}), self.predictions.get(split), digest, self.loss_settings)
 
     def split_files(self, split: str) -> list[str]:
         """Return the files that the recipe names for a split; empty if it is held out of the training files."""
         block = self.recipe.get("data")
         settings = block.get(split) if isinstance(block, dict) else None
-        return [str(name) for name in settings.get("files") or ()] if isinstance(settings, dict) else []
+        sources = settings.get("sources") if isinstance(settings, dict) else None
+        blocks = [settings, *(sources.values() if isinstance(sources, dict) else ())]
+        return [str(name) for block in blocks if isinstance(block, dict) for name in block.get("files") or ()]
 
     @property
     def loss_settings(self) -> tuple[Any, ...]:

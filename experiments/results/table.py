@@ -236,9 +236,15 @@ class SweepTable:
         ]
 
     def best(self, column: str) -> tuple[dict[str, Any], Interval] | None:
-        """Return the setting with the lowest mean of `column`, and that mean; None if nothing was measured."""
+        """Return the setting with the lowest mean of `column`, and that mean; None if nothing was measured.
+
+        A setting of which a seed diverged is behind all others: the mean of its other seeds flatters it.
+        """
         means = self.means(column)
-        return min(means, key=lambda item: item[1].value) if means else None
+        return min(means, key=lambda item: (self._diverges(item[0]), item[1].value)) if means else None
+
+    def _diverges(self, setting: Setting) -> bool:
+        return bool(self._diverged.any() and self._diverged[self.rows(setting)].any())
 
     def ties(self, column: str) -> list[dict[str, Any]]:
         """Return the other settings that tie with the `best` one: the 95 % interval of their difference, paired by
@@ -255,7 +261,7 @@ class SweepTable:
         ties = []
         for setting, values in by_seed:
             difference = paired_difference(values, lowest)
-            if setting != best[0] and difference is not None:
+            if setting != best[0] and difference is not None and not self._diverges(setting):
                 low, high = (difference.value if end is None else end for end in (difference.low, difference.high))
                 if low <= 0 <= high:  # not where all seeds differ alike: too little for a claim, but no tie
                     ties.append(setting)

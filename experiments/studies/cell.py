@@ -25,10 +25,11 @@ from flatshift.experiments.recipe.schema import TRAINING_ROWS, Recipe
 from flatshift.experiments.results.cells import RESULT, Status, flatshift_version, source_digest
 from flatshift.experiments.run.console import Console
 from flatshift.finetune import assets
-from flatshift.finetune.data.files import describe_files
+from flatshift.finetune.data import files
 from flatshift.finetune.digests import file_sha256, write_sealed
-from flatshift.finetune.errors import Interrupted, is_out_of_memory, user_path
+from flatshift.finetune.errors import Interrupted, is_out_of_memory, is_remote, user_path
 from flatshift.finetune.run_directory import RunDirectory, disk_full_interrupts
+from flatshift.selection.features.matrix import PrecomputedFeatures
 
 if TYPE_CHECKING:
     from flatshift.experiments.workflows.context import FineTuneProbe
@@ -102,13 +103,16 @@ def make_cell(
 
 
 def settings_digests(recipe: Recipe) -> list[list[str]]:
-    """Return [setting, digest] of files that settings refer to: a chat template, initial adapters."""
+    """Return [setting, digest] of files that settings refer to: a chat template, initial adapters, own features."""
     digests = []
     if (template := recipe.task.input_format.template_record()) is not None:
         digests.append(["template", template["sha256"]])
     for setting in ("start", "under"):
         if (name := getattr(recipe.adapter, setting)) is not None:
             digests.append([setting, _adapter_digest(name, f"adapter.{setting}")])
+    if recipe.select is not None and isinstance(own := recipe.select.embedder, PrecomputedFeatures):
+        named = {side: name for side, name in vars(own).items() if name and side != "kind" and not is_remote(name)}
+        digests += [[f"features.{side}", files.file_digest(user_path(name))[0]] for side, name in named.items()]
     return digests
 
 
@@ -137,7 +141,7 @@ def _adapter_digest(name: str, key: str) -> str:
 @functools.cache
 def file_digest(path: str) -> list[str]:
     """Return the SHA-256 of each data file that `path` expands to."""
-    return [entry["sha256"] for entry in describe_files([path])]
+    return [entry["sha256"] for entry in files.describe_files([path])]
 
 
 def run_cell(directory: Path, cell: Cell, threads: int | None) -> bool:

@@ -61,6 +61,7 @@ from flatshift.finetune.compute.numerics import cpu_threads, evaluation_mode
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.example import document_place
 from flatshift.finetune.data.rows import Row, read_rows
+from flatshift.finetune.digests import adapter_digest
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.bootstrap import ResampledMetric, group_interval
 from flatshift.finetune.evaluate.text import missing_dictionary_note, score_texts
@@ -228,9 +229,11 @@ class _SideBySide:
                 columns |= {"predicted": ranked.predictions[0], "accuracy": ranked.right.mean(axis=0)}
                 notes = ranked.notes
             elif self.sampling is not None:
+                weights = open_backbone(recipe.backbone).fingerprint
                 samples = write_samples(
                     f"{subject.name} {split}", engine.model, tokenizer, rows, task, self.sampling, self.saved,
-                    inference, console=self.console,
+                    inference, digest=(adapter_digest(subject.run) if subject.run else "") + weights,
+                    console=self.console,
                 )  # fmt: skip
                 figures |= compute_sample_metrics(rows, samples, self.sampling)
                 results.generations += build_generation_records(subject.name, rows, samples)
@@ -351,7 +354,7 @@ def evaluate_run(
         watchdog.no_progress_timeout("evaluating"),
     ):  # the number of threads affects rounding: with the run's, its eval.json is reproduced bit by bit
         if world.is_main:  # it alone reads all weights; the other ranks rely on it
-            check_run(path, recipe)
+            check_run(path, recipe, rows=not data)
         world.wait()
         known = KnownRows(resume_recipe(path).recipe) if data else None
         result = _evaluate_run(path, recipe, data, Console(quiet=quiet or not world.is_main), world, known)

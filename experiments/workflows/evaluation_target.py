@@ -60,7 +60,7 @@ def resolve_subjects(
     subjects = []
     for name in names:
         if name in runs:
-            check_run(Path(name), runs[name])
+            check_run(Path(name), runs[name], rows=not has_data)
             subjects.append(EvaluationTarget(name, runs[name], Path(name)))
             continue
         if Path(name).is_dir() and not (Path(name) / "config.json").is_file():

@@ -26,7 +26,8 @@ from flatshift.finetune.atomic import atomic_directory, read_json_object
 from flatshift.finetune.compute.cuda_status import resolve_device
 from flatshift.finetune.compute.precision import autocast
 from flatshift.finetune.config import Adapter, Mesh
-from flatshift.finetune.data.files import describe_files
+from flatshift.finetune.data.files import expand_files, file_digest, has_named
+from flatshift.finetune.data.formats import SAMPLE
 from flatshift.finetune.digests import DONE, FILES, adapter_digest, check_files, file_digests
 from flatshift.finetune.errors import Interrupted, UserError
 from flatshift.finetune.lock import exclusive_lock
@@ -75,10 +76,11 @@ def awaits_evaluation(path: Path, recipe: Recipe) -> bool:
     return bool(record["target_steps"] == recipe.train.steps and same)
 
 
-def check_run(path: Path, recipe: Recipe) -> None:
+def check_run(path: Path, recipe: Recipe, *, rows: bool = False) -> None:
     """Raise UserError if the files that the run's adapter depends on have changed.
 
-    These are its recipe, the label record of its data, and its backbone; the adapter is compared when it is read. For a
+    These are its recipe, the label record of its data, its backbone, and if `rows` the files of its splits, which are
+    read again; the adapter is compared when it is read. For a
     run without a record of its files only the backbone can be compared; that, and a missing evaluation, is reported on
     stderr.
     """
@@ -93,6 +95,9 @@ def check_run(path: Path, recipe: Recipe) -> None:
         Console().say(note)
     check_files(path, lambda name: "/" not in name or name.endswith(f"/{DONE}"))
     check_backbone(path, recipe)
+    if rows:
+        own = list_input_files(dataclasses.replace(recipe, select=None))
+        check_inputs_unchanged(path, own, "name the rows to evaluate with --data")
 
 
 @contextmanager
@@ -197,14 +202,21 @@ def list_input_files(recipe: Recipe) -> list[str]:
     return list(dict.fromkeys(files))
 
 
-def check_inputs_unchanged(path: Path) -> None:
-    """Raise UserError if an input file of a resumed run has changed."""
-    manifest = read_json_object(path / "manifest.json", "inputs")
-    for before in manifest["inputs"]:
-        (now,) = describe_files([before["path"]])
-        if now["sha256"] != before["sha256"]:
-            raise UserError(f"{before['path']} changed since the run began; restore it or start a new run")
-    check_adapters_unchanged(path, manifest.get("adapters", {}))
+def check_inputs_unchanged(path: Path, names: Sequence[str], way_out: str = "start a new run") -> None:
+    """Raise UserError if a file of `names`, from the recipe of the run in `path`, has changed, came to it, or is gone.
+
+    way_out: said in the error, besides restoring the file.
+    """
+    before = {entry["path"]: entry["sha256"] for entry in read_json_object(path / "manifest.json", "inputs")["inputs"]}
+    there = {name if name.startswith(SAMPLE) else str(file): file for name in names for file in expand_files([name])}
+    listed = [label for label in before if any(has_named(name, label) for name in names)]
+    for label in [*there, *listed]:
+        what = "is gone" if label not in there else "was not there" if label not in before else ""
+        if not what and before[label] is not None and file_digest(there[label])[0] != before[label]:
+            what = "changed"
+        if what:
+            since = "when" if what == "was not there" else "since"
+            raise UserError(f"{label} {what} {since} the run began; restore what was there, or {way_out}")
 
 
 def discard_failed_run(path: Path, console: Console) -> None:

@@ -149,11 +149,12 @@ def write_samples(
     saved: SavedSamples,
     inference: EvalBatching,
     *,
+    digest: str = "",
     console: Console | None = None,
 ) -> list[list[str]]:
     """Generate `sampling.samples` texts after each row's prompt, except those already in `saved`.
 
-    name: of the model, as the key of saved texts. console: shows the progress.
+    name, digest: of the model and its weights, as the key of saved texts. console: shows the progress.
     """
     check_generative(task)
     if task.traits.encoder_decoder:
@@ -163,7 +164,7 @@ def write_samples(
         raise UserError(f"{name}: {len(rows) - len(questions)} rows have no prompt by its template; leave them out")
     count = sampling.samples
     settings = {k: v for k, v in asdict(sampling).items() if k not in _EVALUATION_SETTINGS}
-    key = short_hash({"of": name, "settings": settings, "prompts": [question.ids for question in questions]})
+    key = short_hash({"of": [name, digest], "settings": settings, "prompts": [question.ids for question in questions]})
     texts = saved.read(key)
     missing = [index for index in range(len(rows) * count) if index not in texts]
     ends = {question.stop for question in questions} | {get_end_token(tokenizer)}

@@ -133,7 +133,7 @@ def _check_options(path: Path, recipe: Recipe, batches: int, split: str | None, 
         raise UserError(f"{path} ran on a mesh, and sharpness is measured in one process; add {flags}")
     if not (path / "adapter").is_dir():
         raise UserError(f"{path} has no adapter yet; finish it with `{resume_command(path)}`")
-    check_run(path, recipe)
+    check_run(path, recipe, rows=not data)
     if batches < 1:
         raise UserError(f"--sharpness-batches: {batches} is not a number ≥ 1")
     if data and split is not None:

@@ -54,6 +54,7 @@ from flatshift.experiments.workflows.context import OpenStage, RunContext, Stage
 from flatshift.experiments.workflows.run_parts import (
     FINE_TUNE,
     WARM_UP,
+    check_adapters_unchanged,
     check_backbone,
     check_evaluation_changes,
     check_finished,
@@ -224,7 +225,8 @@ def resume(
             result = read_json_object(path / "eval.json")
             console.say(f"{path} is finished: nothing to do")
             return result
-        check_inputs_unchanged(path)
+        check_inputs_unchanged(path, list_input_files(recipe))
+        check_adapters_unchanged(path, read_json_object(path / "manifest.json").get("adapters", {}))
         if (note := _describe_schedule_change(recipe, before, path)) is not None:
             console.say(note)
         if world.is_main:  # it alone reads all weights; the other ranks rely on it

@@ -7,6 +7,7 @@ import difflib
 import glob
 import hashlib
 from collections.abc import Iterable, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,11 @@ def _expand_one(name: str) -> Sequence[DataFile]:
         close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
         hint = f"; did you mean {path.parent / close[0]}?" if close else f"; give {SUPPORTED}"
     raise UserError(f"{name}: no such file{hint}")
+
+
+def has_named(name: str, label: str) -> bool:
+    """Return True if the file that a manifest lists as `label` is one of `name`: itself, a glob, or a directory."""
+    return fnmatch(label, name) or Path(name) in Path(label).parents
 
 
 def describe_files(files: Sequence[str], contents: Iterable[dict[str, Any]] | None = None) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -187,6 +188,35 @@ def test_parts_are_merged_into_the_whole_sweep(
     damaged.write_text(damaged.read_text(encoding="utf-8").replace('"seed"', '"sead"'), encoding="utf-8")
     assert cheap(*plan, "--merge", *map(str, parts), "--out", str(tmp_path / "again")) == 2
     assert "result.json" in capsys.readouterr().err
+
+
+def test_a_cell_that_failed_is_replaced_by_a_later_part(
+    cheap: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, part, whole = ["--grid", "adapter.rank=1,7", "--seeds", "1"], tmp_path / "part", tmp_path / "whole"
+    assert cheap(*plan, "--part", "1/1", "--out", str(part)) == 1
+    assert cheap(*plan, "--merge", str(part), "--out", str(whole)) == 1
+    assert sorted(table(whole)["status"]) == ["done", "failed"]
+    shutil.copytree(part, tmp_path / "older")
+    monkeypatch.setattr(flatshift.experiments.workflows.train, "execute_parts", lambda *_: {"test": {}, "train": {}})
+    assert cheap(*plan, "--part", "1/1", "--rerun-failed", "--out", str(part)) == 0
+    assert cheap(*plan, "--merge", str(tmp_path / "older"), str(part), "--out", str(whole)) == 0
+    assert table(whole)["status"] == ["done", "done"]
+
+
+def test_a_setting_of_which_a_seed_diverged_is_not_the_lowest(
+    cheap: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lucky(context: Any, prepared: None) -> dict[str, Any]:
+        if context.recipe.adapter.rank == 9 and context.recipe.train.seed:
+            raise Diverged("the loss is not a finite number")
+        error = 0.1 if context.recipe.adapter.rank == 9 else 0.3 + 0.01 * context.recipe.train.seed
+        return {"train": {"error": {"value": error}}, "test": {"accuracy": {"value": 1 - error}}}
+
+    monkeypatch.setattr(flatshift.experiments.workflows.train, "execute_parts", lucky)
+    assert cheap("--grid", "adapter.rank=4,9", "--seeds", "3", "--train.seed", "0", "--json") == 1
+    best = json.loads(capsys.readouterr().out)["best"]
+    assert best["setting"] == {"adapter.rank": 4} and best["n"] == 3
 
 
 def test_directory_of_something_else(cheap: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -244,15 +244,16 @@ def _bootstrap_endpoint(
     for metrics other than accuracy, which are not means over items."""
     if any(plan.metric(task) != "accuracy" for task in tasks):
         return None
-    count = min(len(outcome.finals[ours, tasks[0]]), len(outcome.finals[base, tasks[0]])) if tasks else 0
-    if not count:
+    runs = [outcome.finals[method, task] for task in tasks for method in (ours, base)]
+    kept = [i for i, seed in enumerate(zip(*runs, strict=False)) if all(run["status"] != "failed" for run in seed)]
+    if not kept:
         return None
     differences = []
     for task in tasks:
         floor = _majority_baseline(plan, outcome, task) or 0.0
         sides = []
         for method in (ours, base):
-            texts = [result.get("items") for result in outcome.finals[method, task][:count]]
+            texts = [outcome.finals[method, task][i].get("items") for i in kept]
             rows = [parse_correctness(text) if isinstance(text, str) else None for text in texts]
             width = next((len(row) for row in rows if row is not None), 1)
             sides.append(np.stack([np.full(width, floor) if row is None else row for row in rows]))

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from flatshift.experiments.recipe.schema import ExecutorOptions
+from flatshift.experiments.recipe.schema import ExecutorOptions, short_hash
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies.compare import tuning
@@ -160,18 +160,21 @@ def step_ratios(plan: ComparisonPlan, outcome: ComparisonResults) -> dict[str, f
 
 def _equal_steps(plan: ComparisonPlan, out: Path, outcome: ComparisonResults, pair: Pair) -> int | None:
     """Return the steps of a method in the baseline's time; None if its step costs about the same. The measured ratio is
-    stored in equal_time.json, so that rerun cells do not change it."""
+    stored in equal_time.json, so that rerun cells do not change it, for the settings whose steps were measured."""
     method, task = pair
     file = out / _EQUAL_TIME
     ratios: dict[str, float] = read_json_object(file, fix="delete it") if file.is_file() else {}
     if method not in outcome.step_ratio:
         return None
-    if method not in ratios:
-        ratios[method] = round(outcome.step_ratio[method], 2)
+    sides = [final["cell"] for name in (method, plan.study.baseline) for on in plan.study.runs_on(method)
+             for final in outcome.finals[name, on]]  # fmt: skip
+    key = f"{method} {short_hash(sides)}"
+    if key not in ratios:
+        ratios[key] = round(outcome.step_ratio[method], 2)
         write_json(file, ratios)
-    if ratios[method] <= plan.study.equal_time_above:
+    if ratios[key] <= plan.study.equal_time_above:
         return None
-    return max(1, round(plan.steps(task) / ratios[method]))
+    return max(1, round(plan.steps(task) / ratios[key]))
 
 
 DOCUMENT = "comparison.json"

@@ -133,19 +133,21 @@ def check_parts(sources: Sequence[Path]) -> None:
 
 
 def merge_parts(out: Path, cells: Sequence[Cell], sources: Sequence[Path], console: Console) -> None:
-    """Copy the cells that `sources` have finished and `out` has not, each atomically. Raises UserError for a damaged
-    cell, and if cells are missing at the end; copied cells are kept."""
+    """Copy the cells that `sources` have finished and `out` has not, or has failed, each atomically. Raises UserError
+    for a damaged cell, and if cells are missing at the end; copied cells are kept."""
     planned = {cell.key: cell for cell in cells}
     make_directory(out / "cells")
     finished = read_results(out, cells)
     for source in sources:
-        new = read_results(source, [cell for key, cell in planned.items() if key not in finished])
+        failed = {key for key, result in finished.items() if result["status"] == "failed"}
+        new = read_results(source, [cell for key, cell in planned.items() if key in failed or key not in finished])
+        new = {key: result for key, result in new.items() if key not in failed or result["status"] != "failed"}
         with disk_full_interrupts(f"writing {out}"):
             for key in new:
                 with atomic_directory(out / "cells" / key) as temporary:
                     shutil.copytree(source / "cells" / key, temporary, dirs_exist_ok=True)
         finished |= new
-        console.say(f"{source}: {len(new)} cells of this plan that were not there yet")
+        console.say(f"{source}: {len(new)} cells of this plan that were not there yet, or failed there")
     missing = [cell for key, cell in planned.items() if key not in finished]
     if missing:
         raise UserError(

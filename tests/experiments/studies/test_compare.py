@@ -432,7 +432,13 @@ def test_the_endpoint_its_test_and_its_bootstrap_from_known_answers(tmp_path: Pa
 
     from flatshift.experiments.report.chapters.comparison import page
     from flatshift.experiments.statistics.intervals import t_interval
-    from flatshift.experiments.studies.compare.analysis import _analyse_method, _sharpness_ratio, analyse
+    from flatshift.experiments.studies.compare.analysis import (
+        _analyse_method,
+        _bootstrap_endpoint,
+        _sharpness_ratio,
+        analyse,
+    )
+    from flatshift.experiments.studies.compare.run import _equal_steps
 
     recipe = make_study(tmp_path, seeds=6)
     plan = ComparisonPlan(str(recipe), [], data=tmp_path, tasks=["easy"])
@@ -479,6 +485,21 @@ def test_the_endpoint_its_test_and_its_bootstrap_from_known_answers(tmp_path: Pa
     each = sum(np.mean(s) * (1 - np.mean(s)) for s in shares.values())
     assert 0.8 < width / (2 * 1.96 * math.sqrt(each / 1200)) < 1.8
     assert primary["bootstrap"]["low"] < primary["value"] < primary["bootstrap"]["high"]
+    failed = outcome.finals["ggpo", "easy"][0] | {"status": "failed", "items": None}
+    outcome.finals["ggpo", "easy"][0] = failed  # in no analysis, where a diverged one counts as the majority baseline
+    without = _bootstrap_endpoint(plan, outcome, "ggpo", "plain", ["easy"])
+    failed["status"] = "diverged"
+    worst = _bootstrap_endpoint(plan, outcome, "ggpo", "plain", ["easy"])
+    assert without is not None and worst is not None
+    low = primary["bootstrap"]["low"]
+    assert abs(without["low"] - low) < 0.02 and worst["low"] < low - 0.03
+    # the ratio that was measured for equal time is of these settings: other runs have their own
+    found = [_equal_steps(plan, tmp_path, outcome, ("ggpo", "easy"))]
+    for ratio, cell in ((2.0, failed["cell"]), (2.0, "another"), (4.0, "another")):
+        outcome.step_ratio["ggpo"], failed["cell"] = ratio, cell
+        found.append(_equal_steps(plan, tmp_path, outcome, ("ggpo", "easy")))
+    steps = plan.steps("easy")
+    assert found == [round(steps / 1.1)] * 2 + [round(steps / 2)] * 2
     margin = (np.mean(shares["plain"]) - 0.5) / math.sqrt(
         np.var(shares["plain"], ddof=1) / 6 + np.mean(shares["plain"]) * (1 - np.mean(shares["plain"])) / 200
     )

@@ -269,6 +269,18 @@ def test_bisection_counts_the_rows_that_a_cell_gets(tmp_path: Path) -> None:
         parse_bisection("data.train.limit", None, fewer.recipe)
 
 
+def test_own_features_are_part_of_a_cells_key(tmp_path: Path) -> None:
+    own = {side: tmp_path / f"{side}.npy" for side in ("pool", "target")}
+    laid = {"select.embedder.kind": "features"} | {f"select.embedder.{side}": str(path) for side, path in own.items()}
+    keys = []
+    for rows in (np.ones((4, 2)), np.zeros((4, 2))):
+        for path in own.values():
+            np.save(path, rows)
+        resolved = load_recipe("warmup", [from_override(key, value) for key, value in laid.items()])
+        keys.append(make_cell(resolved, point={}, seed=0).key)
+    assert keys[0] != keys[1]
+
+
 def test_only_a_diverged_cell_has_fitted_nothing(tmp_path: Path) -> None:
     def diverge() -> dict:
         raise Diverged("the loss at step 3 is not a finite number")
