@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from flatshift.cli import run
+from flatshift.selection.hygiene import duplicate_clusters
 from tests.support.data_models import write_jsonl
 
 SHARED = "we show that the proposed method is better than all of the methods that came before it"
@@ -145,6 +146,60 @@ def test_pieces_are_written_with_their_source(files, tmp_path: Path) -> None:
         assert piece["text"] == source["text"][start:end].strip() and SHARED not in piece["text"]
         assert (piece["source_id"], piece["start"], piece["end"]) == ("holds", start, end)
         assert piece["source"]["id"] == "holds", "the record's own id moves under `source`"
+
+
+def test_other_languages_and_repetitions_are_dropped(files, tmp_path: Path) -> None:
+    """Undecided texts stay unless told otherwise; `repetition {}` looks at texts of 50 words and more alone."""
+    german = "Das ist der Satz, den wir nicht mit den anderen und auch nicht für die Leser auf der Seite haben wollen. "
+    english = "This is the sentence that we have for all of the readers who are not with us on the page and in it. "
+    rows = [
+        {"text": english, "id": "en"},
+        {"text": german, "id": "de"},
+        {"text": "zork blat " * 4, "id": "undecided"},
+        {"text": english * 4, "id": "again"},
+        {"text": "the same line\n" * 12, "id": "short"},
+    ]
+    own = files | {"pool": str(write_jsonl(tmp_path / "own.jsonl", rows))}
+    step = "--select.hygiene."
+    for name, words, dropped in (
+        (
+            "kept",
+            [f"{step}language.keep", "[en]", f"{step}repetition", "{}"],
+            {"de": "language", "again": "repetition"},
+        ),
+        (
+            "both",
+            [
+                f"{step}language.keep",
+                "[en, de]",
+                f"{step}language.undecided",
+                "drop",
+                f"{step}repetition.min_words",
+                "30",
+            ],
+            {"undecided": "language", "again": "repetition", "short": "repetition"},
+        ),
+    ):
+        assert select(own, tmp_path / name, *words, budget=1, method="random") == 0
+        found = {drop["id"]: drop for drop in read_lines(tmp_path / name / "drops.jsonl")}
+        assert {key: drop["cause"] for key, drop in found.items()} == dropped
+        assert found["again"]["rule"] and 0 < found["again"]["value"] <= 1
+        counts = json.loads((tmp_path / name / "manifest.json").read_text(encoding="utf-8"))["hygiene"]["dropped"]
+        assert sum(counts.values()) == len(dropped) and set(counts) == set(dropped.values())
+
+
+def test_a_limit_of_memory_changes_no_drop(files, tmp_path: Path, monkeypatch, capsys) -> None:
+    given = []
+    ours = duplicate_clusters.sort_keys
+    monkeypatch.setattr(
+        duplicate_clusters, "sort_keys", lambda keys, memory: given.append(memory) or ours(keys, memory)
+    )
+    for name, words in (("usual", ()), ("little", ("memory_gib 0.25",))):
+        assert select(files, tmp_path / name, *hygiene(files, *EVERY, *words)) == 0
+    usual, little = ((tmp_path / name / "drops.jsonl").read_bytes() for name in ("usual", "little"))
+    assert usual == little and sorted(set(given)) == [2**27, 2**30 - 2**27]
+    assert select(files, tmp_path / "none", *hygiene(files, *EVERY, "memory_gib 0.2")) == 2
+    assert "select.hygiene.memory_gib must be at least 0.25, got 0.2" in capsys.readouterr().err
 
 
 def test_everything_is_off_by_default(files, tmp_path: Path) -> None:
