@@ -129,6 +129,8 @@ ELSEWHERE = {
     "--calibrate": "tests/finetune/test_planner.py",
     "--programs": "tests/cli/test_eval_samples.py",
     "--unsafe-programs": "tests/cli/test_eval_samples.py",
+    "--pass_at": "tests/cli/test_eval_samples.py",
+    "--prompt_language": "tests/cli/test_eval_side_by_side.py",
     "--train.compile": "tests/experiments/recipe/test_rules.py",
     "--select.cache": "tests/cli/test_select_remote_features.py",
     "--select.relevance.keep": "tests/cli/test_select_features.py",

@@ -74,6 +74,11 @@ def test_unsafe_programs_are_run_only_where_asked(tmp_path: Path, capsys, monkey
         assert said in capsys.readouterr().err
     assert run([*words, "--programs", "--unsafe-programs"]) == 0
     assert "pass_at_1" in json.loads(capsys.readouterr().out)["figures"]["flatshift-5m"]["data"]
+    words[words.index("--samples") + 1] = "2"
+    assert run([*words, "--programs", "--unsafe-programs", "--pass-at", "1", "2"]) == 0
+    figures = json.loads(capsys.readouterr().out)["figures"]["flatshift-5m"]["data"]
+    assert {"pass_at_1", "pass_at_2"} <= figures.keys()
+    assert figures["pass_at_1"]["value"] <= figures["pass_at_2"]["value"] <= 1
     assert run(["eval", "flatshift-5m", "--data", str(data), "--programs"]) == 2
     assert "--programs has a meaning with --samples only" in capsys.readouterr().err
 

@@ -186,3 +186,22 @@ def test_few_shot_by_a_prompt_with_its_page(runs, tmp_path, capsys):
     for given, said in mistakes:
         assert run(["eval", "flatshift-5m", "--data", str(data), *given]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_one_wording_of_the_prompt_for_every_row(tmp_path, capsys):
+    """`--prompt-language` takes the place of each row's own language; here it swaps the words of the classes."""
+    words = "yes: the, no: qzxjk", "yes: qzxjk, no: the"
+    first, second = (f"{{text: '{{text}} {{label}} end', labels: {{{word}}}}}" for word in words)
+    prompt = tmp_path / "own.yaml"
+    prompt.write_text(
+        f"text: '{{text}} {{label}} end'\nlabels: {{{words[0]}}}\nby: lang\nwordings: {{en: {first}, de: {second}}}\n"
+    )
+    rows = [{"text": f"The {what} went to", "label": "yes", "lang": "en"} for what in ("man", "cat", "king")]
+    given = ["flatshift-5m", "--data", write_jsonl(tmp_path / "rows.jsonl", rows), "--prompt", prompt]
+    right = [
+        asked(capsys, *given, *more)["figures"]["flatshift-5m"]["data"]["accuracy"]["value"]
+        for more in ([], ["--prompt-language", "en"], ["--prompt-language", "de"])
+    ]
+    assert right == [1, 1, 0]
+    assert run(["eval", *map(str, given), "--prompt-language", "fr"]) == 2
+    assert "--prompt-language: 'fr' is none of the prompt's wordings (en, de)" in capsys.readouterr().err
