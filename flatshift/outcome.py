@@ -54,8 +54,9 @@ def print_training_outcome(path: Path) -> None:
         floor = find_metric(name).floor or ""
         below = f"{find_metric(floor).title} {number(cells[floor]['value'])}" if floor in cells else "–"
         rows.append([split, find_metric(name).title, with_interval(cells[name]), below, f"{cells[name].get('n', 0):,}"])
+    value = f"value ({100 * (run.recipe.get('eval') or {}).get('confidence', 0.95):g} %)"
     print_outcome(
-        align_columns(["split", "metric", "value (95 %)", "baseline", "n"], rows, right={4}) if rows else "",
+        align_columns(["split", "metric", value, "baseline", "n"], rows, right={4}) if rows else "",
         commands_after_run(run),
     )
 

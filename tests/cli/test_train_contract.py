@@ -98,6 +98,19 @@ def test_eval_json_and_eval_command_agree(finished: Path, capsys) -> None:
     assert json.loads(capsys.readouterr().out) == stored
 
 
+def test_intervals_have_the_coverage_that_is_asked_for(tmp_path: Path, capsys) -> None:
+    out, small = tmp_path / "run", {"train.steps": 1, "train.eval_every": 0, "train.save_every": 0}
+    own = {"eval.bootstrap": 200, "eval.confidence": 0.5}
+    capsys.readouterr()
+    assert run(["train", "classify", "--out", str(out), *flags(SMALL | small | own)]) == 0
+    assert "value (50 %)" in capsys.readouterr().err
+    half = json.loads((out / "eval.json").read_text(encoding="utf-8"))["test"]["loss"]
+    assert run(["eval", str(out), "--eval.confidence", "0.95", "--json"]) == 0
+    usual = json.loads(capsys.readouterr().out)["test"]["loss"]
+    assert usual["value"] == half["value"]
+    assert 0.2 < (half["high"] - half["low"]) / (usual["high"] - usual["low"]) < 0.5  # .34 of a normal distribution
+
+
 def test_adapter_loads_in_plain_peft(finished: Path) -> None:
     import torch
     from peft import PeftModel
