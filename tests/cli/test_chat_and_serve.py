@@ -398,7 +398,20 @@ def test_the_options_of_the_command(
             monkeypatch,
         )
         assert "http://[::1]:" in capsys.readouterr().err
-    for words in (["--api-key", "a b"], ["--allow-origin", "evil.example"], ["--host", "no.such.host.invalid"]):
+
+    def on_the_cpu(server: Server) -> None:
+        assert complete(server, messages=CARD)["choices"][0]["message"]["content"] == expected(
+            runs[0], "where is my card"
+        )
+        assert [subject.recipe.train.device for subject in server.runs._subjects.values()] == ["cpu"]
+
+    serve([str(runs[0]), "--device", "cpu"], on_the_cpu, monkeypatch)
+    for words in (
+        ["--api-key", "a b"],
+        ["--device", "tpu"],
+        ["--allow-origin", "evil.example"],
+        ["--host", "no.such.host.invalid"],
+    ):
         assert run(["serve", str(runs[0]), *words, "--port", "0"]) == 2
         assert words[0] in capsys.readouterr().err
 

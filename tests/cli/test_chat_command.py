@@ -211,10 +211,10 @@ OWN = {"data.dev.files": "[]", "data.test.files": "[]", "data.train.limit": "nul
 SAID = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 
 
-def prompts(found: Path, data: Path, capsys: pytest.CaptureFixture) -> list[str]:
+def prompts(found: Path, data: Path, capsys: pytest.CaptureFixture, *more: str) -> list[str]:
     """What the model reads of each row before it answers."""
     capsys.readouterr()
-    assert run(["generate", str(found), "--data", str(data), "--max-new-tokens", "1", "--json"]) == 0
+    assert run(["generate", str(found), "--data", str(data), "--max-new-tokens", "1", "--json", *more]) == 0
     return [one["prompt"] for one in json.loads(capsys.readouterr().out)]
 
 
@@ -360,6 +360,20 @@ def test_columns_of_other_toolkits_are_all_read(based: Path, tmp_path: Path, cap
         assert f"{name}:1: " in (err := capsys.readouterr().err) and says in err
     words = ["--data", str(tmp_path / "both.jsonl"), "--data.columns.messages", "conversations"]
     assert run(["generate", str(based), *words, "--max-new-tokens", "1"]) == 0
+
+
+def test_system_turns_and_tools_are_read_from_the_columns_that_are_named(
+    based: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    tool = CONVERSATIONS["tools"]["tools"]
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"intro": "Be brief.", "functions": tool, "messages": SAID}])
+    assert prompts(based, data, capsys) == [BRIEF.replace("<|system|>\nBe brief.\n", "")]
+    (said,) = prompts(based, data, capsys, "--data.columns.system", "intro")
+    assert said == BRIEF
+    (said,) = prompts(based, data, capsys, "--data.columns.tools", "functions")
+    assert "Be brief." not in said and json.dumps(tool[0]["function"]["name"]) in said
+    (said,) = prompts(based, data, capsys, "--data.columns.tools", "functions", "--data.columns.system", "intro")
+    assert "Be brief." in said and json.dumps(tool[0]["function"]["name"]) in said
 
 
 def test_of_a_prompt_of_several_turns_only_the_completion_is_supervised(tmp_path: Path) -> None:
