@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from flatshift.cli import run
+from tests.support.commands import flags
 from tests.support.comparison_study import make_study
 from tests.support.killed_study import COMPARE, kill_and_go_on
 
@@ -20,6 +21,27 @@ def test_a_killed_study_goes_on_and_keeps_its_cells(tmp_path: Path) -> None:
     kill_and_go_on(COMPARE, recipe, out, "--tasks", "easy", "--comparison.seeds", "2", cells=3)
     document = json.loads((out / "comparison.json").read_text(encoding="utf-8"))
     assert {row["trials"] for row in document["trials"]} == {8}
+
+
+def test_sharpness_is_the_rise_within_the_noise_that_is_asked_for(tmp_path: Path) -> None:
+    recipe, rises = make_study(tmp_path), {}
+    quick = {
+        "tuning_seeds": "[1000003]",
+        "finalists": 1,
+        "rounds": 0,
+        "lr": "[0.01]",
+        "seeds": 2,
+        "exploratory_seeds": 2,
+    }
+    quick |= {"equal_time_above": 1000}
+    words = ["compare", str(recipe), "--data", str(tmp_path), "--tasks", "easy", "--jobs", "1", "--train.steps", "1"]
+    words += flags({f"comparison.{key}": value for key, value in quick.items()})
+    for sigma in (0.05, 0.2):
+        out = tmp_path / f"sigma-{sigma}"
+        assert run([*words, "--comparison.sharpness_sigma", str(sigma), "--out", str(out)]) == 0
+        document = json.loads((out / "comparison.json").read_text(encoding="utf-8"))
+        rises[sigma] = document["tasks"]["easy"]["methods"]["plain"]["sharpness"]
+    assert abs(rises[0.2]) > 4 * abs(rises[0.05]) > 0  # about 16 times: in proportion to σ²
 
 
 def test_mistakes_exit_with_2_and_leave_nothing(tmp_path: Path, capsys) -> None:

@@ -84,6 +84,41 @@ def test_a_warm_up_on_own_texts(share: float, block: dict, tmp_path: Path, capsy
     assert adapters[0] == adapters[1]
 
 
+def warm_up(out: Path, recipe: str, **settings: object) -> list[dict]:
+    """The training lines of a warm-up of two steps on own texts, and a step of fine-tuning."""
+    quick = {"train.steps": 1, "train.eval_every": 0, "eval.train_limit": 0, "data.test.files": "[]", "select": "null"}
+    own = {"warmup.own": 1, "warmup.steps": 2, "warmup.batch_size": 2} | settings
+    assert (
+        run(["train", recipe, "--out", str(out), *flags(SMALL | {**LIMITS, "data.test.limit": "null"} | quick | own)])
+        == 0
+    )
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if (line["stage"], line["split"]) == ("warm-up", "train")]
+
+
+def test_steps_and_objective_of_a_warm_up(encoder: Path, tmp_path: Path) -> None:
+    """Twice the micro-batches, texts that are not packed, tokens weighted by their probability; more tokens hidden."""
+    kind = {"warmup.task.kind": "language-model"}
+    usual = warm_up(tmp_path / "usual", "warmup")
+    twice = warm_up(tmp_path / "twice", "warmup", **{"warmup.accumulate": 2})
+    assert 1.8 < twice[-1]["tokens"] / usual[-1]["tokens"] < 2.2  # tokens of packed rows
+    alone = warm_up(tmp_path / "alone", "warmup", **kind, **{"warmup.task.pack": "false"})
+    assert alone[-1]["tokens"] <= usual[-1]["tokens"] and alone[0]["loss"] != usual[0]["loss"]
+    weighted = warm_up(tmp_path / "weighted", "warmup", **kind, **{"warmup.task.dft": "true"})
+    assert weighted[0]["tokens"] == usual[0]["tokens"] and 0 < weighted[0]["loss"] < 0.5 * usual[0]["loss"]
+    hidden = {"backbone": encoder, "warmup.task.kind": "masked-lm"}
+    some, half, words = (
+        warm_up(tmp_path / name, "encoder-warmup", **hidden, **more)
+        for name, more in (
+            ("some", {}),
+            ("half", {"warmup.task.share": 0.5}),
+            ("words", {"warmup.task.whole_words": "true"}),
+        )
+    )
+    assert 2.5 < half[-1]["tokens"] / some[-1]["tokens"] < 4
+    assert words[-1]["tokens"] <= some[-1]["tokens"] and words[0]["loss"] != some[0]["loss"]
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

@@ -1,4 +1,4 @@
-"""Optimizers of pairs of factors and the loss by probability, through the command."""
+"""Optimizers of pairs of factors, losses by probability, moments, spikes and the record, through the command."""
 
 from __future__ import annotations
 
@@ -88,3 +88,63 @@ def test_a_loss_weighted_by_probability(tmp_path: Path, capsys: pytest.CaptureFi
     assert abs(measured["loss"] - plain["loss"]) < 0.2 * plain["loss"]
     words = ["train", "classify", "--task.dft", "true", "--out", str(tmp_path / "no")]
     assert run([*words, *flags(SMALL)]) == 2 and "dft" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = save_backbone("llama", tmp_path_factory.mktemp("backbone"), vocab_size=len(byte_tokenizer()))
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+def test_moments_and_what_is_recorded_of_them(backbone: Path, tmp_path: Path) -> None:
+    """Adam's first step is of one size whatever the decays; the record tells the rows of its curvature and no norms."""
+    small = SMALL | {
+        "backbone": backbone,
+        "train.steps": 3,
+        "train.eval_every": 0,
+        "data.dev.files": "[]",
+        "data.dev.limit": "null",
+    }
+    small |= {"optimizer.schedule": "constant", "optimizer.warmup": 0, "record.steps": "[1]", "record.sharpness": "[0]"}
+    own = {"optimizer.betas": "[0.5, 0.9]", "record.sharpness_rows": 3, "record.dynamics": "false"}
+    about, steps = {}, {}
+    for name, more in (("usual", {}), ("own", own)):
+        out = tmp_path / name
+        assert run(["train", "language-model", "--out", str(out), *flags(small | more)]) == 0
+        about[name] = json.loads((out / "trace.json").read_text(encoding="utf-8"))
+        steps[name] = [json.loads(line) for line in (out / "trace.jsonl").read_text(encoding="utf-8").splitlines()]
+    losses = {name: [line["loss"] for line in lines(tmp_path / name, "train")] for name in about}
+    assert losses["own"][:2] == pytest.approx(losses["usual"][:2], rel=1e-4) and losses["own"][2] != losses["usual"][2]
+    thresholds = {name: about[name]["stability_threshold"] for name in about}  # (2 + 2β₁)/(1 − β₁)
+    assert thresholds == {"usual": pytest.approx(38), "own": pytest.approx(6)}
+    assert about["own"]["sharpness_rows"] == 3 < about["usual"]["sharpness_rows"] <= 64
+    assert "(6 over λ_max " in (said := (tmp_path / "own" / "log.txt").read_text(encoding="utf-8"))
+    assert "of its preconditioned Hessian, 3 rows)" in said
+    curvature = [found[0]["sharpness.lambda_max"] for found in (steps["usual"], steps["own"])]
+    assert curvature[0] != curvature[1] and all(map(math.isfinite, curvature))
+    dynamics = {"update.ratio", "balance", "stable_rank", "effective_params"}
+    assert all(dynamics <= line.keys() for line in steps["usual"])
+    assert not any(dynamics & line.keys() for line in steps["own"]) and "train.loss" in steps["own"][-1]
+
+
+def test_a_spike_is_gone_back_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One row of noise among the same sentences: each time the run goes back and leaves its batch out, `most` times."""
+    noise = "Xq#7 ZZk@@ 0vB~ jJ|w %%Gx yQ9 ;;Lr "
+    rows = [{"text": noise if i == 7 else "The king and the queen lived in the house."} for i in range(12)]
+    small = SMALL | {"train.batch_size": 1, "train.accumulate": 1, "train.steps": 40, "train.eval_every": 0}
+    small |= {"data.train.files": write_jsonl(tmp_path / "rows.jsonl", rows), "data.train.limit": "null"}
+    small |= {"data.dev.files": "[]", "data.dev.limit": "null", "task.pack": "false", "optimizer.lr": 1e-5}
+    spikes = {"window": 4, "threshold": 9, "back": 1, "skip": 2, "most": 9}
+    words = flags(small | {"train.save_every": 2} | {f"train.spikes.{key}": value for key, value in spikes.items()})
+    assert run(["train", "language-model", "--out", str(tmp_path / "run"), *words]) == 0
+    every = lines(tmp_path / "run", "train")
+    back = [line for line in every if "rewound_to" in line]
+    assert len(back) >= 2 and all(line["loss"] > line["limit"] and line["rewound_to"] < line["step"] for line in back)
+    applied = [line for line in every if "rewound_to" not in line]
+    assert applied[-1]["step"] == 40 and all(line["loss"] < back[0]["limit"] for line in applied if line["step"] > 12)
+    assert "spike in step" in (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
+    capsys.readouterr()
+    words[words.index("--train.spikes.most") + 1] = "1"
+    assert run(["train", "language-model", "--out", str(tmp_path / "stopped"), *words]) == 2
+    assert "is a spike above" in (said := capsys.readouterr().err) and "the stage went back 1 times" in said
