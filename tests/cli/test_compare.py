@@ -25,15 +25,8 @@ def test_a_killed_study_goes_on_and_keeps_its_cells(tmp_path: Path) -> None:
 
 def test_sharpness_is_the_rise_within_the_noise_that_is_asked_for(tmp_path: Path) -> None:
     recipe, rises = make_study(tmp_path), {}
-    quick = {
-        "tuning_seeds": "[1000003]",
-        "finalists": 1,
-        "rounds": 0,
-        "lr": "[0.01]",
-        "seeds": 2,
-        "exploratory_seeds": 2,
-    }
-    quick |= {"equal_time_above": 1000}
+    quick = {"tuning_seeds": "[1000003]", "finalists": 1, "rounds": 0, "lr": "[0.005,0.01]", "seeds": 2}
+    quick |= {"exploratory_seeds": 2, "equal_time_above": 1000}
     words = ["compare", str(recipe), "--data", str(tmp_path), "--tasks", "easy", "--jobs", "1", "--train.steps", "1"]
     words += flags({f"comparison.{key}": value for key, value in quick.items()})
     for sigma in (0.05, 0.2):
