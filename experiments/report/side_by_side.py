@@ -113,7 +113,7 @@ def _metric_table(runs: Sequence[RunResults], names: Sequence[str], split: str) 
 
 def _caption(differences: Sequence[Difference]) -> str:
     paired = {difference.n for difference in differences if difference.paired}
-    caption = "95 % bootstrap intervals over rows; they say nothing about other seeds."
+    caption = "Bootstrap intervals over rows, at each run's eval.confidence, differences at 95 %; none over seeds."
     if paired:
         rows = " or ".join(f"{n:,}" for n in sorted(paired))
         caption += f" A difference is that of the same {rows} rows, drawn together."
