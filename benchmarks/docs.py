@@ -40,6 +40,7 @@ TOPICS = {
             "selection_accuracy": "Accuracy with 500 labels after such a warm-up: two targets, twelve seeds.",
             "selection_budgets": "Perplexity after warm-ups of three sizes.",
             "encoder_study": "A masked-LM warm-up of a real encoder, then classification with few labels.",
+            "influence": "Selectors' scores beside the loss on the target after training on halves of a pool (LDS).",
             "first_study": "Warm-up, selector and GGPO on the shipped backbone and samples.",
             "detox": "A warm-up on text that GOT-D selects by contrast of clean and toxic examples.",
         },

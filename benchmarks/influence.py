@@ -27,6 +27,7 @@ from scipy.stats import spearmanr
 from benchmarks._harness import RESULTS, ROOT, Benchmark, limit_threads
 from benchmarks._study_results import once, read_xz, write_rows
 from flatshift.cli import run
+from flatshift.experiments.statistics.intervals import t_interval
 from flatshift.finetune.seeds import numpy_generator
 
 NAME = "influence"
@@ -158,10 +159,18 @@ def add_ceiling(bench: Benchmark, name: str, first: Sequence[float], second: Seq
         row["interval"] = {"low": figures[1], "high": figures[2], "confidence": 0.95}
 
 
-def add_row(bench: Benchmark, what: str, predicted: Sequence[float], losses: Sequence[float]) -> None:
+def add_row(bench: Benchmark, what: str, predicted: Sequence[float], losses: Sequence[float]) -> float:
     value, low, high = correlate(np.asarray(predicted), np.asarray(losses))
     row = bench.row(what, "Spearman", ours=value)
     row["interval"] = {"low": low, "high": high, "confidence": 0.95}
+    return value
+
+
+def chance(losses: np.ndarray, subsets: np.ndarray) -> float:
+    """Return the size of LDS that 95 % of random orderings of the pool stay below."""
+    rng = numpy_generator(0, NAME, "chance")
+    found = [abs(spearmanr(subsets @ rng.permutation(POOL), losses).statistic) for _ in range(2000)]
+    return float(np.quantile(found, 0.95))
 
 
 def main() -> None:
@@ -174,6 +183,7 @@ def main() -> None:
         NAME, packages=("torch", "transformers", "peft", "scipy"), command=f"python -m benchmarks.{NAME} --data DIR"
     )
     subsets = halves()
+    found: dict[str, list[float]] = {method: [] for method in METHODS}
     for name in FILES:
         files = write_texts(name, asked.data)
         losses = [
@@ -182,11 +192,17 @@ def main() -> None:
         ]
         add_ceiling(bench, name, losses[1], losses[0])
         mean = np.mean(losses, axis=0)
+        bench.row(f"{name}: size that 95 % of random orderings stay below", "Spearman", ours=chance(mean, subsets))
         for method in METHODS:
             scores = once(
                 RESULT, f"{name}, {method}", lambda m=method, files=files, name=name: score_pool(name, m, files)
             )
-            add_row(bench, f"{name}: LDS of {method}", subsets @ np.array(scores), mean)
+            found[method].append(add_row(bench, f"{name}: LDS of {method}", subsets @ np.array(scores), mean))
+    for method, values in found.items():
+        over = t_interval(values)
+        row = bench.row(f"LDS of {method}, mean of {len(values)} targets", "Spearman", ours=over.value)
+        row["interval"] = {"low": over.low, "high": over.high, "confidence": 0.95}
+        row["reason"] = "over targets"
     bench.finish()
 
 
