@@ -169,8 +169,9 @@ def check_replaceable(path: str | Path, *, resumable: bool = False) -> None:
     this process's working directory."""
     check_empty(path, resumable=resumable)
     path = Path(path)
-    if path.is_mount() or (path.is_dir() and path.samefile(Path.cwd())):
-        kind = "a mount point" if path.is_mount() else "the working directory"
+    is_mount = path.resolve().is_mount()  # of `.` itself, Path.is_mount is true everywhere
+    if is_mount or (path.is_dir() and path.samefile(Path.cwd())):
+        kind = "a mount point" if is_mount else "the working directory"
         raise UserError(f"--out: {path} is {kind}, which cannot be replaced; name a directory in it")
 
 

@@ -39,7 +39,7 @@ from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.parallel.engine import Engine
-from flatshift.finetune.run_directory import RECIPE, check_empty
+from flatshift.finetune.run_directory import RECIPE, check_replaceable
 from flatshift.finetune.seeds import derive_seed, numpy_generator
 from flatshift.finetune.train.optimizer import is_fixed
 
@@ -320,12 +320,12 @@ def forecast_into(
     row per setting and draw), points.csv, forecast.json, which is returned, and a page.
 
     compute: returns the rows of all draws; it may use the unfinished directory for files of its own. axes: arguments of
-    `build_axes`. Raises UserError for an `out` that holds anything, a recipe that is not linear, too
-    few rows, or labels that are all alike.
+    `build_axes`. Raises UserError for an `out` that holds anything or cannot be replaced, a recipe that is not
+    linear, too few rows, or labels that are all alike.
     """
     check_linear(resolved.recipe)
     check_recipe(resolved.recipe)
-    check_empty(out)
+    check_replaceable(out)
     console = Console(quiet=quiet)
     train = dataclasses.replace(resolved.recipe.train, precision="fp32")  # least squares needs all digits
     resolved = dataclasses.replace(resolved, recipe=dataclasses.replace(resolved.recipe, train=train))

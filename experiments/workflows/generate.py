@@ -65,7 +65,7 @@ def generate_from_run(
     not valid Unicode, does not fit, or does not fill a template of several columns.
     """
     with nullcontext() if out is None else exclusive_lock(out):
-        if out is not None and out.exists():
+        if out is not None and (out.exists() or out.is_symlink()):
             raise UserError(f"--out: {out} exists; name another file or remove it")
         recipe = to_single_process(read_finished_recipe(path, overrides, other_rows=bool(data)))
         if recipe.adapter.projector is not None:

@@ -188,7 +188,7 @@ def predict_from_run(
     parts = out.with_name(f".{out.name}.parts")
     console = Console(quiet=quiet)
     with exclusive_lock(out):
-        if out.exists():
+        if out.exists() or out.is_symlink():
             raise UserError(f"--out: {out} exists; name another file or remove it")
         bad_rows = resume_recipe(path, overrides, other_rows=True).recipe.data.bad_rows
         predictor = Predictor(path, bad_rows=bad_rows, overrides=overrides)

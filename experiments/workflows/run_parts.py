@@ -34,7 +34,7 @@ from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.models.meta import build_skeleton
 from flatshift.finetune.parallel.engine import Engine
-from flatshift.finetune.run_directory import METRICS, read_metrics, resume_command
+from flatshift.finetune.run_directory import METRICS, check_replaceable, read_metrics, resume_command
 from flatshift.finetune.seeds import numpy_generator
 from flatshift.finetune.tasks import Task
 from flatshift.finetune.train.checkpointer import read_checkpoint
@@ -102,10 +102,14 @@ def check_run(path: Path, recipe: Recipe, *, rows: bool = False) -> None:
 
 @contextmanager
 def lock_new_output(out: Path | None) -> Iterator[None]:
-    """Lock the directory `out`, which a command is to create, if it is given. Raises UserError if it is not empty."""
+    """Lock the directory `out`, which a command is to create, if it is given. Raises UserError if it is not empty, or
+    cannot be replaced as a whole."""
     with nullcontext() if out is None else exclusive_lock(out):
-        if out is not None and out.exists() and any(out.iterdir() if out.is_dir() else [out]):
-            raise UserError(f"--out: {out} is not empty; name a new directory")
+        if out is not None:
+            if out.is_symlink() or (out.exists() and any(out.iterdir() if out.is_dir() else [out])):
+                kind = "a link" if out.is_symlink() else "not empty"
+                raise UserError(f"--out: {out} is {kind}; name a new directory")
+            check_replaceable(out)
         yield
 
 

@@ -242,6 +242,22 @@ def test_samples_are_written_after_what_they_need_was_found(
     refused(capsys, [*argv, "--toxicity", str(said[0])], "--toxic-label")
 
 
+@pytest.mark.parametrize(
+    "argv",
+    ["eval flatshift-5m", "eval flatshift-5m --probe occupations", "tokenizer flatshift-5m", "forecast classify"],
+)
+def test_an_output_that_cannot_be_replaced_is_refused_before_any_work(argv: str, monkeypatch, capsys, tmp_path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("nowhere")
+    monkeypatch.chdir(tmp_path / "empty")
+    argv += f" --data {lines(tmp_path / 'rows.jsonl', [{'text': 'a', 'label': 'ab'[i % 2]} for i in range(8)])} --out"
+    for name in ("evaluate.resolve_subjects", "samples.resolve_subjects", "tokenizer.open_tokenizer"):
+        monkeypatch.setattr(f"flatshift.experiments.workflows.{name}", None)
+    monkeypatch.setattr("flatshift.experiments.workflows.error_forecast.build_axes", None)
+    refused(capsys, [*argv.split(), "."], "is the working directory")
+    refused(capsys, [*argv.split(), "../link"], "link is a link")
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_a_full_disk_is_named_by_where_it_is_written_to(named: bool, monkeypatch, capsys, tmp_path) -> None:
     def full(*_: Any, **__: Any) -> None:

@@ -120,6 +120,9 @@ def test_generate_writes_what_plain_transformers_writes(written: Path, rows: Pat
         assert (record["text"], record["tokens"], record["ended"]) == (tokenizer.decode(said), len(said), ended)
     assert run([*words, "--out", str(out)]) == 2
     assert "exists; name another file" in capsys.readouterr().err
+    (tmp_path / "link.jsonl").symlink_to("nowhere")
+    assert run([*words, "--out", str(tmp_path / "link.jsonl")]) == 2
+    assert "link.jsonl exists; name another file" in capsys.readouterr().err
     assert run(["generate", str(written), "--prompt", "Why", "--raw", "--json"]) == 0
     (record,) = json.loads(capsys.readouterr().out)
     assert record["prompt"] == "Why"

@@ -260,6 +260,7 @@ def test_every_kind_answers(
         (["--out", "said.xlsx"], ".parquet"),
         (["--out", "said.csv"], "--data"),
         (["--out", "said.csv", "--data", "nowhere.jsonl"], "no such file"),
+        (["--out", "link.csv", "--data", "sample:banking/test"], "link.csv exists"),
     ],
 )
 def test_mistakes(
@@ -271,6 +272,7 @@ def test_mistakes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "link.csv").symlink_to("nowhere")
     assert run(["predict", str(trained(*CLASSIFY)), *words]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert said in error and not list(tmp_path.glob("*.parts"))
