@@ -451,7 +451,8 @@ class Trainer:
             state.best = clone_tensors(self.engine.parameters)
             return
         state.misses += 1
-        state.stopped_early = self.train.patience is not None and state.misses >= self.train.patience
+        patience, left = self.train.patience, self.train.steps - state.step
+        state.stopped_early = patience is not None and state.misses >= patience and left > 0
 
     def _dev_heartbeat(self, rows: int) -> None:
         """Called after each batch, or generated token, of the dev evaluation: a stop signal ends it on all ranks."""

@@ -85,6 +85,15 @@ def test_a_run_that_stopped_early_is_extended(rows: Path) -> None:
     assert json.loads(done.read_text(encoding="utf-8"))["steps"] > before["steps"]
 
 
+def test_a_run_that_made_all_its_steps_did_not_stop_early(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "classify", "--data", "rows.jsonl", *FAST, "--train.eval_every", "1", "--train.patience", "1"]
+    assert run([*words, "--optimizer.lr", "1e-30", "--train.steps", "2", "--out", "run"]) == 0  # no better at step 2
+    assert json.loads(Path("run/stages/fine-tune/done.json").read_text(encoding="utf-8"))["steps"] == 2
+    capsys.readouterr()
+    assert run(["runs", "."]) == 0
+    assert "finished" in (said := capsys.readouterr().out) and "stopped early" not in said
+
+
 def test_patience_without_evaluations_is_said(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", "classify", "--data", "rows.jsonl", *FAST, "--train.patience", "1", "--train.steps", "2"]
     assert run([*words, "--out", "run"]) == 0
