@@ -189,10 +189,9 @@ class CellBatches:
         self._tried |= unique.keys()
         if not todo:
             return
-        self.console.say(f"{title}: {len(todo)} cells to run, {len(unique) - len(todo)} done before")
         run_cells(
             self.out,
-            todo,
+            list(unique.values()),
             self.executor,
             self.console,
             label=f"{self.label}, {title}",

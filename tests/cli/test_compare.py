@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,26 @@ def test_mistakes_exit_with_2_and_leave_nothing(tmp_path: Path, capsys) -> None:
     assert run(["compare", str(recipe), "--out", str(tmp_path), "--data", str(tmp_path)]) == 2
     assert "not a comparison's directory" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
+
+
+def test_trials_without_a_metric_end_in_a_sentence_and_are_counted_once(tmp_path: Path, capsys) -> None:
+    recipe, scores = make_study(tmp_path), tmp_path / "scores.jsonl"
+    rows = ({"text": f"the cat {i}", "label": i % 5, "split": "train" if i < 22 else "test"} for i in range(30))
+    scores.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    laid = {
+        "task": "regress", "backbone": tmp_path / "gpt2", "train.steps": 1, "comparison.metric": "pearson",
+        "comparison.tasks": "{scores: {file: scores.jsonl, train: 12, validation: 1, test: 8}}",
+        "comparison.rounds": 0,
+    }  # fmt: skip
+    words = ["compare", str(recipe), "--data", str(tmp_path), "--out", str(tmp_path / "out"), "--jobs", "1"]
+    words += ["--tasks", "scores"]
+    assert run([*words, *flags(laid)]) == 2
+    assert "pearson is undefined on the rows of comparison.tasks.scores.validation" in capsys.readouterr().err
+    _, *others = cells = sorted((tmp_path / "out" / "cells").iterdir())
+    shutil.rmtree(cells[0])
+    assert run([*words, *flags(laid)]) == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if line.endswith(("to run", "done before"))]
+    assert said == [f"compare, first trials: {len(cells)} cells, {len(others)} done before, 1 to run"]
 
 
 def test_help_and_plan_mistakes_do_not_import_torch() -> None:

@@ -116,7 +116,8 @@ def _tune_methods(plan: ComparisonPlan, batches: CellBatches, outcome: Compariso
         best = tuning.best_trial(means)
         outcome.trials[pair] = [(run, run_result(batches, run)) for run in [*grid.values(), *further[pair]]]
         if best is None:
-            reason = next(r["reason"] for _, r in outcome.trials[pair] if r["status"] != "done")
+            undefined = f"{plan.metric(pair[1])} is undefined on the rows of comparison.tasks.{pair[1]}.validation"
+            reason = next((r["reason"] for _, r in outcome.trials[pair] if r["status"] != "done"), undefined)
             raise UserError(
                 f"every trial of {pair[0]} on {pair[1]} failed, or every finalist under one of the tuning seeds, for "
                 f"example: {reason}"
