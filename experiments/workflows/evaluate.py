@@ -115,7 +115,7 @@ def evaluate_side_by_side(
             if few_shot is not None and sampling is not None:
                 raise UserError("--prompt ranks given answers and --samples generates new ones; leave one of them out")
             saved = SavedSamples.beside(out)
-            evaluation = _SideBySide(data, group_by, window, overlap, few_shot, sampling, saved, console)
+            evaluation = _SideBySide(data, group_by, trained, window, overlap, few_shot, sampling, saved, console)
             results, splits = evaluation.run(subjects)
             document = build_document(
                 subjects, results, splits, data, group_by=group_by, few_shot=few_shot, trained=trained
@@ -142,6 +142,7 @@ class _SideBySide:
 
     data: Sequence[str]
     group_by: str | None
+    trained: Sequence[str]
     window: int | None
     overlap: int | None
     few_shot: FewShot | None
@@ -201,6 +202,11 @@ class _SideBySide:
             if row is not None:
                 known = ", ".join(sorted(map(str, row.values)))
                 raise UserError(f"{row.where}: no column {self.group_by!r} to group by; there are {known}")
+        groups = (
+            {str(row.values[self.group_by]) for rows in splits.values() for row in rows} if self.group_by else set()
+        )
+        if unknown := sorted(set(self.trained) - groups):
+            raise UserError(f"--trained: no row has {self.group_by or 'a --group-by column'} {unknown[0]!r}")
         if skipped:
             self.results.notes.append(f"{len(skipped):,} bad rows were skipped, the first for {skipped[0]}")
         return splits

@@ -14,7 +14,6 @@ from flatshift.experiments.workflows.evaluation_target import EvaluationTarget
 from flatshift.experiments.workflows.few_shot import FewShot, RankingResult, mcnemar
 from flatshift.finetune.data.files import expand_files
 from flatshift.finetune.data.rows import Row
-from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.bootstrap import ResampledMetric, group_interval
 from flatshift.finetune.evaluate.metrics import find_metric, sort_for_headline
 from flatshift.finetune.evaluate.text import find_language
@@ -68,16 +67,11 @@ def build_document(
     few_shot: FewShot | None,
     trained: Sequence[str],
 ) -> dict[str, Any]:
-    """Return the content of evaluation.json; `splits`: the rows that all subjects were evaluated on.
-
-    Raises UserError for a value in `trained` that no row has.
-    """
+    """Return the content of evaluation.json; `splits`: the rows that all subjects were evaluated on."""
     values = {
         split: [str(row.values[group_by]) for row in rows] if group_by else [""] for split, rows in splits.items()
     }
     groups = sorted({value for column in values.values() for value in column} if group_by else [])
-    if unknown := sorted(set(trained) - set(groups)):
-        raise UserError(f"--trained: no row has {group_by or 'a --group-by column'} {unknown[0]!r}")
     references = _find_references(subjects)
     tokenizers = {s.name: open_backbone(s.recipe.backbone).text_digests.get("tokenizer.json") for s in subjects}
     losses = {s.name: (tokenizers[s.name], s.recipe.task.name, s.recipe.task.squares) for s in subjects}

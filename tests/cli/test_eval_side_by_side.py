@@ -122,6 +122,10 @@ def test_ranked_completions_have_groups_and_a_bare_backbone(tmp_path, capsys):
         (["flatshift-5m", "flatshift-5m", "--data", "DATA"], "named twice"),
         (["flatshift-5m", "--data", "DATA", "--group-by", "land"], "no column 'land' to group by"),
         (["flatshift-5m", "--data", "DATA", "--trained", "de"], "--trained"),
+        (
+            ["flatshift-5m", "--data", "DATA", "--group-by", "lang", "--trained", "fr"],
+            "--trained: no row has lang 'fr'",
+        ),
         (["flatshift-5m", "--data", "DATA", "--window", "9999"], "--window: 9999 is not from 2 to"),
         (["flatshift-5m", "--data", "DATA", "--task.kind", "classify"], "has no head for task.kind: classify"),
         (["nowhere-at-all", "--data", "DATA"], "is not a run directory, and"),
@@ -132,8 +136,9 @@ def test_mistakes_are_one_sentence(words, said, tmp_path, capsys):
     data = write_jsonl(tmp_path / "texts.jsonl", ROWS[:3])
     given = {"DATA": str(data), "HERE": str(tmp_path)}
     assert run(["eval", *(given.get(word, word) for word in words)]) == 2
-    line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert said in line and len(line) < 330
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert said in lines[-1] and len(lines[-1]) < 330
+    assert "--trained" not in words or "evaluating flatshift-5m" not in lines, "refused after work"
 
 
 def test_best_step_and_patience_by_a_metric_of_what_is_written(tmp_path, capsys):
