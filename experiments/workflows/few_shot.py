@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -222,17 +222,22 @@ class _Ranker:
         pools: dict[str, list[Row]] = {}
         for row in source:
             pools.setdefault(str(row.values.get(column, "")) if column else "", []).append(row)
-        shots: dict[str, list[FilledPrompt]] = {}
+        orders: dict[str, list[Row]] = {}
+
+        @cache
+        def fill(name: str, i: int) -> FilledPrompt:
+            return fill_prompt(few_shot.prompt, orders[name][i], spoken=few_shot.spoken)
+
         contexts = []
         for item in self.items:
             name = str(item.row.values.get(column, "")) if column else ""
-            if name not in shots:
+            if name not in orders:
                 pool = pools.get(name, [])
                 pool = pool if len(pool) > few_shot.shots else [row for rows in pools.values() for row in rows]
-                order = numpy_generator(seed, "shots", name).permutation(len(pool))[: few_shot.shots + 1]
-                shots[name] = [fill_prompt(few_shot.prompt, pool[i], spoken=few_shot.spoken) for i in order]
-            others = [shot for shot in shots[name] if (shot.before, shot.candidates) != (item.before, item.candidates)]
-            contexts.append([shot.solved for shot in others[: few_shot.shots]])
+                orders[name] = [pool[i] for i in numpy_generator(seed, "shots", name).permutation(len(pool))]
+            drawn = (fill(name, i) for i in range(len(orders[name])))  # lazily: the row may be there many times
+            others = (shot for shot in drawn if (shot.before, shot.candidates) != (item.before, item.candidates))
+            contexts.append([shot.solved for shot in islice(others, few_shot.shots)])
         return contexts
 
     def score(self, contexts: Sequence[list[str]]) -> dict[str, list[NDArray[np.float64]]]:

@@ -210,3 +210,16 @@ def test_one_wording_of_the_prompt_for_every_row(tmp_path, capsys):
     assert right == [1, 1, 0]
     assert run(["eval", *map(str, given), "--prompt-language", "fr"]) == 2
     assert "--prompt-language: 'fr' is none of the prompt's wordings (en, de)" in capsys.readouterr().err
+
+
+def test_a_row_that_the_training_file_repeats_costs_no_worked_example(tmp_path, capsys, monkeypatch):
+    from flatshift.experiments.workflows.few_shot import _Ranker
+
+    contexts, score = [], _Ranker.score
+    monkeypatch.setattr(_Ranker, "score", lambda ranker, shots: contexts.extend(shots) or score(ranker, shots))
+    names = ("one", "one", "one", "one", "one", "two", "three")
+    rows = [{"text": name, "text2": "sleeps", "label": "neutral"} for name in names]
+    source = write_jsonl(tmp_path / "source.jsonl", rows)
+    data = write_jsonl(tmp_path / "data.jsonl", [rows[0], rows[5]])
+    asked(capsys, "flatshift-5m", "--data", data, "--prompt", "nli", "--shots", "2", "--shots-from", source)
+    assert [len(shots) for shots in contexts] == [2, 2] and all("one" not in shot for shot in contexts[0])
