@@ -204,6 +204,7 @@ def _build_few_shot_record(
         "mcnemar": {
             f"{name} − {base}": {
                 split: mcnemar(results.ranked[name, split].right[0], results.ranked[base, split].right[0])
+                | {"seed": few_shot.seeds[0]}
                 for split in splits
             }
             for name, base in references.items()
@@ -298,7 +299,7 @@ def format_document(document: Mapping[str, Any]) -> str:
         for name, tests in few_shot["mcnemar"].items():
             for split, test in tests.items():
                 only = f"{test['only_ours']} to {test['only_theirs']}"
-                lines.append(f"  {name} {split}: McNemar p {test['p']:.3g} (right alone: {only})")
+                lines.append(f"  {name} {split}: McNemar p {test['p']:.3g} (seed {test['seed']}; right alone: {only})")
     return "\n".join([*lines, *(f"note: {note}" for note in document["notes"])])
 
 

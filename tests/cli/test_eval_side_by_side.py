@@ -176,12 +176,14 @@ def test_few_shot_by_a_prompt_with_its_page(runs, tmp_path, capsys):
     few = found["few_shot"]
     assert few["seeds"] == [0, 1] and len(few["subjects"]["flatshift-5m"]["data"]["by_seed"]) == 2
     assert set(few["subjects"]["flatshift-5m"]["data"]["by_score"]) == {"sum", "label", "mean", "byte", "calibrated"}
-    assert 0 <= few["mcnemar"][f"{runs[0]} − flatshift-5m"]["data"]["p"] <= 1
+    test = few["mcnemar"][f"{runs[0]} − flatshift-5m"]["data"]
+    assert 0 <= test["p"] <= 1 and test["seed"] == 0
     assert found["figures"]["flatshift-5m"]["data"]["chance"]["value"] == pytest.approx(1 / 3)
     for name, said in kept(out).items():
         assert set(said["predicted"]) <= {"entailment", "neutral", "contradiction"} and said["text"][5] == "A man 5"
         assert sum(said["accuracy"]) / 6 == pytest.approx(found["figures"][name]["data"]["accuracy"]["value"])
-    assert "How it was asked" in (out / "report.html").read_text()
+    page = (out / "report.html").read_text()
+    assert "How it was asked" in page and "McNemar, seed 0" in page
     mistakes = (
         (["--shots", "2"], "--shots has a meaning with --prompt only"),
         (["--prompt", "nil"], "none of the shipped prompts"),

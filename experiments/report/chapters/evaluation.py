@@ -114,7 +114,7 @@ def _few_shot_section(few_shot: Document) -> Section:
         for split, test in splits.items()
     ]
     if tests:
-        head = ["McNemar", "split", "right: only the first", "only the second", "p"]
+        head = [f"McNemar, seed {few_shot['seeds'][0]}", "split", "right: only the first", "only the second", "p"]
         blocks.append(Table(head, tests, numeric=frozenset([2, 3, 4])))
     blocks.append(Notes([f"Prompt {few_shot['prompt']}: {few_shot['text']}"]))
     lead = (
