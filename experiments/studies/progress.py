@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +16,8 @@ from flatshift.finetune.figures import format_duration
 _MIN_FITTED = 4
 """Fewest finished cells to fit the three coefficients of a `CostModel`; below, time is proportional to the tokens."""
 _LINE_INTERVAL_S = 10.0
+_COUNTS = "of", "done", "running", "failed", "diverged"
+"""What is counted of a point; `done` and the last two are statuses of results."""
 _MAX_ROWS = 20
 """Most points in the live table; with more, active ones are shown."""
 
@@ -92,16 +94,16 @@ class CellProgress:
     ) -> None:
         self.console, self.label, self.workers, self._clock = console, label, max(workers, 1), clock
         self._point = {cell.key: point_label(cell.point) for cell in cells}
-        self._counts = {name: [0, 0, 0, 0] for name in dict.fromkeys(self._point.values())}  # of, done, running, failed
+        self._counts = {name: [0] * len(_COUNTS) for name in dict.fromkeys(self._point.values())}
         self._unfinished = {cell.key: cell for cell in cells}
         self._running: dict[str, Cell] = {}
         self._costs = CostModel()
-        self.failed = self.done = 0
+        self._statuses: Counter[str] = Counter()
         for cell in list(self._unfinished.values()):
             self._counts[self._point[cell.key]][0] += 1
             if (result := results.get(cell.key)) is not None:
                 self._count(cell, result)
-        self.before = self.done + self.failed
+        self.before = self.finished
         self._start = self._last_line = clock()
         self._refresh: Callable[[], None] | None = None
 
@@ -109,6 +111,11 @@ class CellProgress:
     def total(self) -> int:
         """Number of cells in the plan."""
         return len(self._point)
+
+    @property
+    def finished(self) -> int:
+        """Number of cells with a result."""
+        return self.total - len(self._unfinished)
 
     def began(self, cell: Cell) -> None:
         """Count a cell that a worker took."""
@@ -131,10 +138,10 @@ class CellProgress:
 
     def _count(self, cell: Cell, result: Mapping[str, Any]) -> None:
         self._unfinished.pop(cell.key, None)
-        done = result["status"] == "done"
-        self._counts[self._point[cell.key]][1 if done else 3] += 1
-        self.done, self.failed = self.done + done, self.failed + (not done)
-        if done:
+        status = result["status"]
+        self._counts[self._point[cell.key]][_COUNTS.index(status)] += 1
+        self._statuses[status] += 1
+        if status == "done":
             self._costs.observe(cell, float(result.get("wall_s", result.get("seconds")) or 0))
 
     def eta(self) -> float | None:
@@ -147,23 +154,23 @@ class CellProgress:
 
     def line(self, note: str = "") -> str:
         """Return one line for a log."""
-        finished = self.done + self.failed
+        finished = self.finished
         minutes = (self._clock() - self._start) / 60
         rate = f", {(finished - self.before) / minutes:.3g} cells/min" if finished > self.before and minutes > 0 else ""
         seconds = self.eta()
         eta = f", ETA {format_duration(round(seconds))}" if seconds is not None and finished < self.total else ""
-        failed = f", {self.failed} failed" if self.failed else ""
+        failed = "".join(f", {n} {name}" for name in _COUNTS[3:] if (n := self._statuses[name]))
         return f"{self.label}: {finished}/{self.total} cells{failed}{rate}{eta}{'  ' + note if note else ''}"
 
-    def rows(self, limit: int = _MAX_ROWS) -> tuple[list[tuple[str, int, int, int, int]], int]:
-        """Return ((point, of, done, running, failed), …) of at most `limit` points in plan order, and how many not.
-        With more points, running ones come first, then those partly done, failed, and waiting."""
+    def rows(self, limit: int = _MAX_ROWS) -> tuple[list[tuple[str, int, int, int, int, int]], int]:
+        """Return ((point, of, done, running, failed, diverged), …) of at most `limit` points in plan order, and how
+        many not. With more points, running ones come first, then those partly done, failed, and waiting."""
         names = list(self._counts)
         if len(names) > limit:
 
             def urgency(name: str) -> int:
-                total, done, running, failed = self._counts[name]
-                return 0 if running else 1 if 0 < done + failed < total else 2 if failed else 3 if not done else 4
+                total, done, running, *failed = self._counts[name]
+                return 0 if running else 1 if 0 < done + sum(failed) < total else 2 if any(failed) else 4 if done else 3
 
             chosen = set(sorted(names, key=urgency)[:limit])
             names = [name for name in names if name in chosen]
@@ -201,8 +208,9 @@ class CellProgress:
         rows, hidden = self.rows()
         table = Table(caption=self.line(), caption_justify="left", box=None, pad_edge=False)
         table.add_column("point" if not hidden else f"point ({hidden} more not shown)", overflow="fold")
-        for name in ("done", "running", "failed", "of"):
+        for name in (*_COUNTS[1:], "of"):
             table.add_column(name, justify="right")
-        for name, total, done, running, failed in rows:
-            table.add_row(name, str(done), str(running or ""), f"[red]{failed}[/]" if failed else "", str(total))
+        for name, total, done, running, *failed in rows:
+            red = [f"[red]{count}[/]" if count else "" for count in failed]
+            table.add_row(name, str(done), str(running or ""), *red, str(total))
         return table

@@ -53,9 +53,9 @@ def run_cells(
         with progress.displayed():
             batch.run(todo)
     except KeyboardInterrupt:
-        done = progress.done + progress.failed
         raise Interrupted(
-            f"the {label} stopped with {done} of {progress.total} cells finished; the same command continues from there"
+            f"the {label} stopped with {progress.finished} of {progress.total} cells finished; the same command "
+            "continues from there"
         ) from None
 
 

@@ -124,7 +124,8 @@ def test_what_failed_is_tried_again_when_asked_but_not_what_diverged(
 ) -> None:
     grid = ["--grid", "adapter.rank=7,8,9", "--seeds", "1"]
     assert cheap(*grid) == 1
-    assert "--rerun-failed tries again those that did not diverge" in capsys.readouterr().err
+    assert "--rerun-failed tries again those that did not diverge" in (said := capsys.readouterr().err)
+    assert "sweep: 3/3 cells, 1 failed, 1 diverged" in said
     assert cheap(*grid, "--rerun-failed") == 1
     counts = started(tmp_path / "sweep")
     rows = table(tmp_path / "sweep")

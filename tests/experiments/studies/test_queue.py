@@ -317,9 +317,9 @@ def test_progress_counts_by_point_and_weighs_what_is_left() -> None:
     assert lines[1] == f"failed {cells[2].key} (behaves=ok place=1 seed=0): no rows"
     rows, hidden = progress.rows()
     assert rows == [
-        ("behaves=ok place=0", 2, 2, 0, 0),
-        ("behaves=ok place=1", 2, 0, 1, 1),
-        ("behaves=ok place=2", 2, 0, 0, 0),
+        ("behaves=ok place=0", 2, 2, 0, 0, 0),
+        ("behaves=ok place=1", 2, 0, 1, 1, 0),
+        ("behaves=ok place=2", 2, 0, 0, 0, 0),
     ]
     assert hidden == 0
     assert [row[0] for row in progress.rows(limit=1)[0]] == ["behaves=ok place=1"] and progress.rows(limit=1)[1] == 2
