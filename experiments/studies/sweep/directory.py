@@ -152,5 +152,6 @@ def merge_parts(out: Path, cells: Sequence[Cell], sources: Sequence[Path], conso
     if missing:
         raise UserError(
             f"--merge: {len(missing)} of {len(planned)} cells are in none of the directories, for example "
-            f"{missing[0].label}; name the parts that have them, or leave --merge out to run them here"
+            f"{missing[0].label}; name the parts that have them, computed with the same paths of data, or leave "
+            "--merge out to run them here"
         )
