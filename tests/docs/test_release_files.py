@@ -13,7 +13,8 @@ import flatshift
 from scripts import docs_site
 
 ROOT = Path(__file__).resolve().parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = SETTINGS["project"]
 
 
 def _yaml(name: str) -> dict:
@@ -53,9 +54,20 @@ def test_pages_and_container_name_the_range_of_torch() -> None:
 def test_templates_and_container_hold() -> None:
     for name in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
         assert {"name", "description", "body"} <= _yaml(str(name.relative_to(ROOT))).keys()
-    copied = re.findall(r"^COPY (.+) \S+$", (ROOT / "Containerfile").read_text(encoding="utf-8"), flags=re.M)
-    for word in " ".join(copied).split():
-        assert (ROOT / word).exists(), f"Containerfile copies {word}, which is not there"
+    copied = re.findall(r"^COPY (.+) (\S+)$", (ROOT / "Containerfile").read_text(encoding="utf-8"), flags=re.M)
+    held = set()
+    for words, into in copied:
+        for word in words.split():
+            assert (ROOT / word).exists(), f"Containerfile copies {word}, which is not there"
+            assert into in (word, "./"), f"Containerfile copies {word} to another place, {into}"
+            held.add(word)
+    hatch = SETTINGS["tool"]["hatch"]
+    hooks = [hook["path"] for hook in hatch["metadata"]["hooks"].values()]
+    readme = PROJECT.get("readme", "README.md")  # which the hook reads
+    rooms = [*hatch["build"]["targets"]["wheel"]["packages"], *hatch["build"]["targets"]["sdist"]["force-include"]]
+    for name in ("pyproject.toml", *hooks, readme, *PROJECT["license-files"], *rooms):
+        above = {name, *(parent.as_posix() for parent in Path(name).parents)}
+        assert above & held, f"Containerfile does not copy {name}, which pyproject.toml asks for"
 
 
 def test_the_site_has_every_page_once() -> None:
