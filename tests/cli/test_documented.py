@@ -131,7 +131,7 @@ ELSEWHERE = {
     "--unsafe-programs": "tests/cli/test_eval_samples.py",
     "--pass_at": "tests/cli/test_eval_samples.py",
     "--prompt_language": "tests/cli/test_eval_side_by_side.py",
-    "--train.compile": "tests/experiments/recipe/test_rules.py",
+    "--train.compile": "tests/cli/test_mesh_settings.py",
     "--select.cache": "tests/cli/test_select_remote_features.py",
     "--select.relevance.keep": "tests/cli/test_select_features.py",
     "--harness_include": "tests/cli/test_harness.py",
@@ -202,14 +202,15 @@ def is_ours(flag: str) -> bool:
 
 
 def followed(flag: str) -> bool:
-    """True if the files that `ELSEWHERE` names for the flag have it, as a flag or as a key of settings."""
+    """True if the files that `ELSEWHERE` names for the flag have it: as `--flag`, or a recipe's key alone in quotes."""
     begins = next((begins for begins in ELSEWHERE if flag.startswith(_flag(begins))), None)
     if begins is None:
         return False
     place = ROOT / ELSEWHERE[begins]
     files = sorted(place.rglob("*.py")) if place.is_dir() else [place]
     word = flag.removeprefix("--").replace(".", r"\.").replace("_", "[_-]")
-    return any(re.search(rf"(--|[\"' (]){word}\b", file.read_text(encoding="utf-8")) for file in files)
+    used = rf"--{word}(?![\w.-])" + (rf"|([\"']){word}\1" if "." in flag else "")
+    return any(re.search(used, file.read_text(encoding="utf-8")) for file in files)
 
 
 def test_what_is_followed_elsewhere_is_documented_and_not_in_the_suite() -> None:
