@@ -32,7 +32,7 @@ help:
 	@echo "make notebooks    docs/notebooks run again, with their outputs kept"
 	@echo "make release dist/: wheel and sdist of a clean clone, installed and tried elsewhere; no upload"
 	@echo "make image   a container image, where docker is"
-	@echo "make sbom    what is installed, as flatshift-sbom.json (CycloneDX)"
+	@echo "make sbom    what a plain installation brings, as flatshift-sbom.json (CycloneDX)"
 	@echo "make bench NAME=gotd_exact    one benchmark of benchmarks/"
 	@echo "make bundle PYTHON=3.12    flatshift-bundle/, for a machine without a package index"
 
@@ -80,19 +80,25 @@ test: lint
 	$(BIN)/python scripts/check_wheel.py
 
 # A release but for its upload: a tag vX.Y.Z of the version publishes it (.github/workflows/release.yml).
-release: $(VENV)/test $(VENV)/tools sbom
+release: $(VENV)/test $(VENV)/tools/done sbom
 	$(BIN)/python scripts/check_wheel.py --release --demo
 	$(VENV)/tools/bin/twine check --strict dist/*
 
-# What is installed, in CycloneDX's form, by its own tool.
-sbom: $(VENV)/core $(VENV)/tools
-	$(VENV)/tools/bin/cyclonedx-py environment --pyproject pyproject.toml -o flatshift-sbom.json $(BIN)/python
+# What `pip install flatshift` brings, in CycloneDX's form, by its own tool: not what our tests need.
+sbom: $(VENV)/shipped/done $(VENV)/tools/done
+	$(VENV)/tools/bin/cyclonedx-py environment --pyproject pyproject.toml -o flatshift-sbom.json $(VENV)/shipped/bin/python
 	@echo flatshift-sbom.json
 
+$(VENV)/shipped/done: pyproject.toml $(VENV)/core $(VENV)/indexes
+	$(BIN)/python -m venv --clear --without-pip $(@D)
+	$(PIP) --python $(@D)/bin/python install $$TORCH_FLAGS "$(TORCH)"
+	$(PIP) --python $(@D)/bin/python install .
+	@touch $@
+
 # Tools of a release in an environment of their own: what they need is not listed as ours.
-$(VENV)/tools: $(VENV)/core $(VENV)/indexes
-	$(BIN)/python -m venv $@
-	$(PIP) --python $@/bin/python install "cyclonedx-bom>=7,<8" "twine>=6.1,<7"
+$(VENV)/tools/done: $(VENV)/core $(VENV)/indexes
+	$(BIN)/python -m venv --clear $(@D)
+	$(PIP) --python $(@D)/bin/python install "cyclonedx-bom>=7,<8" "twine>=6.1,<7"
 	@touch $@
 
 # The documentation as a site that opens from the disk, with its search.

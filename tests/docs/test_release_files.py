@@ -36,6 +36,11 @@ def test_workflows_run_what_a_user_runs() -> None:
     assert f">={min(matrix['python'])}" == PROJECT["requires-python"]
     release = _yaml(".github/workflows/release.yml")["jobs"]
     assert release["publish"]["permissions"] == {"id-token": "write"}, "published without a kept token"
+    assert {"test", "build"} <= set(release["publish"]["needs"]), "what is published was tested"
+    tested = [step.get("run", "") for step in release["test"]["steps"]]
+    assert ".ci/run" in tested and any("is-ancestor" in step and "main" in step for step in tested)
+    weekly = _yaml(".github/workflows/weekly.yml")["jobs"]["slow"]["steps"]
+    assert weekly[-1]["run"] == "make slow" and "test,test-remote,quant,harness" in weekly[-2]["run"]
     steps = [step.get("run", "") for step in release["build"]["steps"]]
     assert any(step.startswith("make release") for step in steps), "what is published was tried"
     assert not any("-m build" in step for step in steps), "the files that were tried are published, no others"
