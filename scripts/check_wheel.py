@@ -50,6 +50,7 @@ def main() -> None:
         wheel = build_release(folder) if "--release" in sys.argv[1:] else build_wheel(folder)
         check_contents(wheel)
         python = install_wheel(wheel, folder)
+        check_versions(wheel, python, folder)
         run_smoke_test(python, folder)
         if "--demo" in sys.argv[1:]:
             subprocess.run([python.parent / "flatshift", "demo", "--out", "shown"], check=True, cwd=folder)
@@ -109,9 +110,34 @@ def check_contents(wheel: Path) -> None:
     missing = [name for name in MUST_HOLD if name not in names]
     if missing:
         raise SystemExit(f"the wheel lacks {missing}")
+    check_rooms(set(names))
     size = sum(entry.compress_size for entry in entries if entry.filename.startswith(DATA))
     if size > MAX_DATA_BYTES:
         raise SystemExit(f"backbones and samples take {size:,} bytes of the wheel, more than {MAX_DATA_BYTES:,}")
+
+
+def check_rooms(names: set[str]) -> None:
+    """Check that the wheel holds every file of the rooms that git tracks: code and data."""
+    if not (ROOT / ".git").exists():
+        return
+    listed = subprocess.run(["git", "ls-files", "-z", "--", *house.ROOMS], cwd=ROOT, **_TEXT).stdout.split("\0")
+    files = [name for name in listed if name and (ROOT / name).is_file()]  # but the links to rooms
+    wanted = {name if name.startswith("flatshift/") else f"flatshift/{name}" for name in files}
+    if lacking := sorted(wanted - names):
+        raise SystemExit(f"the wheel lacks {len(lacking)} files of the rooms: {lacking[:9]}")
+
+
+def check_versions(wheel: Path, python: Path, folder: Path) -> None:
+    """Check that the installed package and CITATION.cff say the wheel's own version."""
+    code = "import flatshift; print(flatshift.__version__)"
+    citation = re.search(r"^version: *(\S+)", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), flags=re.M)
+    said = {
+        "flatshift.__version__": subprocess.run([python, "-c", code], cwd=folder, **_TEXT).stdout.strip(),
+        "CITATION.cff": citation[1].strip("\"'") if citation else "none",
+    }
+    own = wheel.name.split("-")[1]
+    if wrong := {where: version for where, version in said.items() if version != own}:
+        raise SystemExit(f"the wheel is version {own}, but {wrong}")
 
 
 def install_wheel(wheel: Path, folder: Path) -> Path:
