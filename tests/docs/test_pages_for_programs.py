@@ -15,6 +15,7 @@ import pytest
 from flatshift import commands
 from flatshift.cli import run
 from flatshift.command_line import parse_flags, split_overrides
+from flatshift.experiments.recipe import load_recipe
 from scripts import docs_site
 from tests.support.data_models import write_jsonl
 
@@ -84,6 +85,7 @@ def keys(form: str) -> set[str]:
             0,
         ),
         ("plan", "plan qwen3-8b-chat-24gb", 0),
+        ("tokenizer", "tokenizer flatshift-5m --data rows.jsonl --out cut", 0),
         ("runs", "runs .", 0),
         ("report", "report run --out page.html", 0),
         ("merge", "merge run --out merged", 0),
@@ -100,12 +102,18 @@ def test_it_prints_one_document_of_the_documented_form(
     monkeypatch.chdir(home)
     assert run([*shlex.split(command), "--json"]) == code
     document: Any = json.loads(capsys.readouterr().out)
-    wanted = keys(ROWS[row])
     if row in ("train", "eval"):
-        assert (
-            all({"value", "low", "high", "n"} <= metrics["loss"].keys() for metrics in document.values()) and document
-        )
+        assert row == "train" or ROWS[row].startswith("the same;")
+        (inner,) = re.findall(r"`\{split: \{metric: \{([\w, ]+)\}\}\}`", ROWS["train"])
+        figures = [metric for metrics in document.values() for metric in metrics.values()]
+        assert figures and all(set(inner.split(", ")) == figure.keys() for figure in figures)
+        assert row == "eval" or document == json.loads(Path("trained/eval.json").read_text(encoding="utf-8"))
         return
+    if row == "tokenizer":
+        (name,) = re.findall(r"the content of `([\w.]+)`", ROWS[row])
+        assert document == json.loads((Path("cut") / name).read_text(encoding="utf-8")) and document["tokenizers"]
+        return
+    wanted = keys(ROWS[row])
     if row == "recipes":
         document, wanted = (
             next(iter(document.values())),
@@ -123,7 +131,10 @@ def test_commands_for_agents_are_ours() -> None:
     for line in block[1].splitlines():
         _, verb, *words = shlex.split(line, comments=True)
         module = importlib.import_module(f"flatshift.commands.{verb}")
-        parse_flags(module.Flags, verb, split_overrides(words, module.Flags)[0])
+        own, overrides = split_overrides(words, module.Flags)
+        recipe = getattr(parse_flags(module.Flags, verb, own), "recipe", None)
+        name = words[1] if verb == "recipes" and words[:1] == ["show"] else recipe
+        load_recipe(None if name == "RECIPE" else name, overrides)
 
 
 def test_links_for_agents_lead_somewhere_and_llms_txt_has_every_page() -> None:
