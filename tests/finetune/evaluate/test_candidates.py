@@ -127,10 +127,11 @@ def test_examples_that_do_not_fit_are_left_out_whole_and_counted(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["sum", "label", "mean", "byte", "pmi", "calibrated"])
-def test_scores_by_hand(mode):
+def test_scores_by_hand(mode, monkeypatch):
     model = tiny_model("llama", len(TOKENIZER)).eval()
-    rows = nli_rows(6)
-    asked = FewShot(prompt=NLI, name="nli", score=mode)
+    rows, prompt = nli_rows(6), Prompt(text=NLI.text, labels={"a": "Yes", "b": "No, not at all"})  # of two lengths
+    asked, held, score = FewShot(prompt=prompt, name="nli", score=mode), {}, few_shot._Ranker.score
+    monkeypatch.setattr(few_shot._Ranker, "score", lambda *asked: held.update(made := score(*asked)) or made)
     found = rank_rows(model, TOKENIZER, rows, [], asked, HOW, window=4096)
 
     def logs(context: str, said: str, after: str) -> np.ndarray:
@@ -139,7 +140,7 @@ def test_scores_by_hand(mode):
 
     for place, one in enumerate(rows):
         values = []
-        for said in ("Yes", "No"):
+        for said in prompt.labels.values():
             after = f", {one.values['text2']}"
             scored, made = logs(f"{one.values['text']}, right? ", said, after)
             label = scored[made.label[0] : made.label[1]].sum()
@@ -156,6 +157,7 @@ def test_scores_by_hand(mode):
             share = (shares / shares.sum(0)).mean(1)
             values = [v[0] - np.log(s) for v, s in zip(values, share, strict=True)]
         assert found.predictions[0][place] == "ab"[int(np.argmax(values))]
+        np.testing.assert_allclose(np.diff(held[mode][place]), np.diff(values), atol=2e-3)  # their sum is free
 
 
 def test_choices_of_their_own_and_answers_in_every_form():
