@@ -48,6 +48,20 @@ def test_blocks_seeds_and_general_statistics():
     assert figure != bootstrap_interval([values], lambda x: np.median(x, axis=-1), resamples=300, seed=2)
 
 
+def test_a_difference_is_of_the_same_rows_in_every_resample():
+    """Of two models that differ by 0.1 on each row it has no width, though each of them has; the base covers fewer."""
+    theirs = np.random.default_rng(0).normal(size=200)
+    figure, base = (
+        ResampledMetric.over([values], lambda x: x.mean(-1), rows)
+        for values, rows in ((theirs + 0.1, np.arange(200)), (theirs[50:], np.arange(50, 200)))
+    )
+    found = group_interval(figure, [np.arange(180)], base, resamples=50)
+    assert found is not None and found["n"] == 130
+    assert [found["low"], found["value"], found["high"]] == pytest.approx([0.1, 0.1, 0.1])
+    alone = group_interval(figure, [np.arange(180)], resamples=50)
+    assert alone is not None and alone["high"] - alone["low"] > 0.1
+
+
 def test_frequencies_agree_with_items():
     hits = np.random.default_rng(0).random(500) < 0.3
     by_item = ratio_interval(hits, np.ones(500), resamples=4000, seed=0)
