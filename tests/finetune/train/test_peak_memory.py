@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from flatshift import cli
+from flatshift.experiments.recipe import from_override
 from flatshift.experiments.report.blocks import Bars, Notes
 from flatshift.experiments.report.chapters.run import training_sections
 from flatshift.experiments.results.run import find_runs
 from flatshift.experiments.workflows import context as workflow
+from flatshift.experiments.workflows.mesh_plan import plan_mesh
 from flatshift.finetune.config import Adapter, Mesh, Train
 from flatshift.finetune.figures import compare_plan
 from flatshift.finetune.planner.devices import Cluster
@@ -146,8 +148,11 @@ def test_devices_by_their_own_names(name, memory, row):
 
 def test_seconds_are_those_of_plan_or_nothing():
     sizes, cluster = read_sizes("llama-3.2-3b", Adapter()), Cluster.parse("1xH100-80")
-    settings = RuleSettings(Mesh(), Train(precision="bf16", max_length=1024), Adapter(), LanguageModel())
-    assert step_seconds(sizes, cluster, settings) == pytest.approx(0.5, rel=0.9)
+    words = [from_override("train.precision", "bf16"), from_override("train.max_length", "1024")]
+    (planned,) = plan_mesh("language-model", words, model="llama-3.2-3b", gpus="1xH100-80")["layouts"]
+    taken = {key: planned[key] for key in ("batch_size", "accumulate", "checkpointing")}
+    settings = RuleSettings(Mesh(), Train(precision="bf16", max_length=1024, **taken), Adapter(), LanguageModel())
+    assert step_seconds(sizes, cluster, settings) == pytest.approx(planned["update_s"], rel=1e-3)
     fp32 = RuleSettings(Mesh(), Train(precision="fp32"), Adapter(), LanguageModel())
     assert step_seconds(sizes, cluster, fp32) is None
     long = RuleSettings(Mesh(), Train(precision="bf16", max_length=10**6), Adapter(), LanguageModel())
