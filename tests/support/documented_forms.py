@@ -569,7 +569,8 @@ def _sources() -> Iterator[Form]:
                     "--data.holdout 0 --out {out}", chosen(COUNT, 3), slow=rest)  # fmt: skip
         yield _form(f"generate: {kind}", f"generate {{run:language-model}} --data {source} --max-new-tokens 1 --out "
                     "{out}.jsonl", predicted(COUNT, "id", "prompt", "text", "tokens", "ended"), slow=rest)  # fmt: skip
-        yield _form(f"tokenizer: {kind}", f"tokenizer decoder --data {source} --json", printed(), slow=rest)
+        yield _form(f"tokenizer: {kind}", f"tokenizer decoder --data {source} --json",
+                    printed("tokenizers", "decoder"), slow=rest)  # fmt: skip
     yield _form("train: documents", _train("language-model", "decoder", "'notes/*.txt' 'notes/*.md'"), judged(*_TEXT))
     yield _form("select: documents", "select --pool notes --target notes --budget 3 --method dsir --data.holdout 0 --out "
                 "{out}", chosen(COUNT, 3))  # fmt: skip
