@@ -10,8 +10,7 @@ beside the largest rank, one rank for all and a coin; CPU time; and how often th
 carried on holds what twice the rows then gave. The three held-out tasks were first trained, at ranks 2 and 16, when the
 rule for choosing a rank (`soonest`) and the shared kernel (`LARGEST`) had been settled on the shipped ones. They then
 showed a fault of leave-one-out where one row repeats another; their rows here are those after its repair. Cost counts
-tasks that this machine did both of, in one process each; imports are before the clocks. forecast.json and the page are
-of the first run, at ranks 2 and 16 (forecast/cells.json), until all six tasks are in forecast/five_ranks.json.
+tasks that this machine did both of, in one process each; imports are before the clocks.
 """
 
 from __future__ import annotations

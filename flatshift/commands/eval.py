@@ -237,15 +237,9 @@ def _run_probe(flags: Flags, argv: list[str], overrides: list[Any], sampling: An
     from flatshift.experiments.workflows.samples import format_document, probe_models, read_probe
 
     document = probe_models(
-        flags.subjects,
-        read_probe(flags.probe or ""),
-        sampling=sampling,
-        data=flags.data,
-        overrides=overrides,
-        out=flags.out,
-        command=join_command(["flatshift", "eval", *argv]),
-        quiet=flags.json,
-    )
+        flags.subjects, read_probe(flags.probe or ""), sampling=sampling, data=flags.data, overrides=overrides,
+        out=flags.out, command=join_command(["flatshift", "eval", *argv]), quiet=flags.json,
+    )  # fmt: skip
     print_result(document, format_document(document), as_json=flags.json)
     return 0
 

@@ -53,16 +53,10 @@ def run(argv: list[str]) -> int:
     kind, _ = parse_executor(flags)
     with open_executor(flags, LocalExecutor(), jobs=None) as executor:
         forecast = forecast_into(
-            load_recipe(flags.recipe, overrides),
-            flags.out,
-            ranks=flags.ranks,
-            noises=flags.noise,
-            draws=flags.draws,
-            more=flags.more,
-            quiet=flags.json,
-            draw=draw_report,
+            load_recipe(flags.recipe, overrides), flags.out, ranks=flags.ranks, noises=flags.noise, draws=flags.draws,
+            more=flags.more, quiet=flags.json, draw=draw_report,
             compute=forecast_rows if kind == "local" else partial(forecast_rows_by, executor),
-        )
+        )  # fmt: skip
     lines = [*forecast_sentences(forecast), str(flags.out / "report.html")]
     print_result(forecast, "\n".join(lines), as_json=flags.json)
     return 0

@@ -61,16 +61,10 @@ def run(argv: list[str]) -> int:
     from flatshift.experiments.workflows.generate import format_answers, generate_from_run
 
     records = generate_from_run(
-        flags.run,
-        prompts=prompts,
-        data=flags.data,
-        raw=flags.raw,
-        decoding={name: value for name, value in decoding.items() if value is not None},
-        batch_size=flags.batch_size,
-        overrides=overrides,
-        out=flags.out,
-        quiet=flags.json,
-    )
+        flags.run, prompts=prompts, data=flags.data, raw=flags.raw,
+        decoding={name: value for name, value in decoding.items() if value is not None}, batch_size=flags.batch_size,
+        overrides=overrides, out=flags.out, quiet=flags.json,
+    )  # fmt: skip
     if flags.json:
         print_json(records)
     else:

@@ -125,16 +125,9 @@ class GotDSelector(TransportSelector, GotD):
             return
         x, y = self._sides(pool, target)
         solution = self.potentials_ = self._solve(
-            x,
-            y,
-            pool.weights,
-            target.weights,
-            self.epsilon,
-            progress=progress,
-            budget=self.budget,
-            state=self.state,
+            x, y, pool.weights, target.weights, self.epsilon, progress=progress, budget=self.budget, state=self.state,
             group=self.group,
-        )
+        )  # fmt: skip
         self.scores_ = solution.scores
         self.nearest_target_ = solution.nearest
         self.diagnostics_ = solution.diagnostics()

@@ -342,17 +342,10 @@ def exchange_sides(problem: TransportProblem) -> TransportProblem:
         columns = columns * problem.scale[positive, None]
     columns = columns - problem.centre
     return TransportProblem(
-        x=problem.y,
-        y=columns,
-        a=problem.b,
-        b=problem.a[positive],
-        centre=np.zeros_like(problem.centre),
-        x_squared=(problem.y * problem.y).sum(1),
-        mean_cost=problem.mean_cost,
-        mean=problem.b @ problem.y,
-        total=len(problem.y),
-        exchanged=True,
-    )
+        x=problem.y, y=columns, a=problem.b, b=problem.a[positive], centre=np.zeros_like(problem.centre),
+        x_squared=(problem.y * problem.y).sum(1), mean_cost=problem.mean_cost, mean=problem.b @ problem.y,
+        total=len(problem.y), exchanged=True,
+    )  # fmt: skip
 
 
 def draw_stratified(a: np.ndarray, size: int, seed: int, team: ProcessTeam) -> np.ndarray:

@@ -152,7 +152,7 @@ def test_full_disk_ends_the_sweep_and_keeps_what_was_finished(tmp_path: Path, jo
 
 def test_ctrl_c_says_how_far_it_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def pressed(self: CellProgress, note: str = "") -> None:
-        if self.done == 2:
+        if self.finished == 2:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(CellProgress, "tick", pressed)
