@@ -27,11 +27,14 @@ _OBJECTIVES = ("dpo", "ipo", "kto", "simpo", "orpo")
 _BATCH = "train.batch_size is that of all devices together: multiply it by their number"
 _FEWER = "max_samples: data.train.first is refused above the number of rows; leave it out then"
 _ORDER = {
-    **dict.fromkeys(("num_epochs", "num_train_epochs", "epochs"), 1),
+    **dict.fromkeys(("rl", "stage", "loss._component_"), -2),
+    "pref_loss": -1,
+    **dict.fromkeys(("num_epochs", "num_train_epochs", "epochs", "lora_target_linear"), 1),
     **dict.fromkeys(("warmup_steps", "lr_scheduler.num_warmup_steps", "evals_per_epoch", "eval_strategy"), 2),
     **dict.fromkeys(("eval_dataset", "test_datasets", "dataset_val"), 2),
+    **dict.fromkeys(("lr_scheduler", "lr_scheduler_type"), 3),
 }
-"""Rank of keys that are translated after those of training rows and batches, and of epochs."""
+"""Rank of keys that are translated before others (the objective), or after those that they go by, or override."""
 
 
 @functools.cache
@@ -148,6 +151,8 @@ def translate_recipe(file: Path) -> Translated:
     table = _read_table()
     same = table["same"] | table[tool]["same"]
     translation.set(table["defaults"] | table[tool]["defaults"], f"{file}: {tool}'s default")
+    if translation.value("stage") == "pt":
+        translation.set({"task.pack": True}, f"{file}: {tool}'s default of stage: pt")
     for key, child in sorted(tree.children.items(), key=lambda item: _ORDER.get(item[0], 0)):
         if not (isinstance(child, Leaf) and child.value in (None, "")):
             _translate_key(translation, key, child, same)
@@ -221,14 +226,12 @@ def _samples(translation: _Translation, key: str, tree: Tree) -> None:
 
 
 def _settle_packing(translation: _Translation) -> None:
-    """Leave packing out where rows are pairs of answers; LLaMA-Factory packs plain text if nothing is said."""
+    """Leave packing out where rows are pairs of answers."""
     task = translation.settings.children.get("task")
     base = to_python(translation.settings)["extends"]
     if base == "preference" and isinstance(task, Branch) and (pack := task.children.pop("pack", None)) is not None:
         if to_python(pack):
             translation.notes.append("packing: pairs of answers are not packed")
-    elif base == "language-model" and translation.value("stage") == "pt" and "packing" not in translation.keys.children:
-        translation.set({"task.pack": True}, "LLaMA-Factory's default of stage: pt")
 
 
 def _settle_length(translation: _Translation) -> None:

@@ -246,6 +246,12 @@ def test_a_wrong_file_is_one_sentence_with_its_line(
         ("rl: ipo", "task.loss", "ipo"),
         ("warmup_steps: 0.05", "optimizer.warmup", 0.05),
         ("lora_model_dir: runs/first/adapter", "adapter.start", "runs/first/adapter"),
+        ("micro_batch_size: 2", "task.pack", False),
+        ("warmup_ratio: 0.1\nlr_scheduler: constant", "optimizer.warmup", 0.0),
+        ("lr_scheduler: constant\nwarmup_ratio: 0.1", "optimizer.warmup", 0.0),
+        ("lr_scheduler: constant_with_warmup\nwarmup_ratio: 0.1", "optimizer.warmup", 0.1),
+        ("lora_target_linear: true\nlora_target_modules: [q_proj]", "adapter.targets", "all-linear"),
+        ("lora_target_linear: false\nlora_target_modules: [q_proj]", "adapter.targets", ["q_proj"]),
     ],
 )
 def test_a_key_becomes_the_setting(tmp_path: Path, line: str, key: str, value: object) -> None:
@@ -508,6 +514,23 @@ def test_warm_up_steps_are_a_fraction_where_the_rows_are_counted(mixed: Path) ->
     (mixed / "theirs.yaml").write_text(text.replace("epochs: 2", "epochs: many"), encoding="utf-8")
     with pytest.raises(UserError, match=r"theirs\.yaml:8: train\.epochs must be a number"):
         translate_recipe(mixed / "theirs.yaml")
+
+
+def test_warm_up_steps_of_plain_text_are_not_counted_as_it_is_packed(mixed: Path) -> None:
+    text = MIXED.replace("mine, chats", "mine").replace("stage: sft\n", "") + "warmup_steps: 3\n"
+    (mixed / "theirs.yaml").write_text(f"{text}stage: pt\n", encoding="utf-8")
+    assert "warmup_steps: 3 (optimizer.warmup is a fraction" in "".join(translate_recipe(mixed / "theirs.yaml").unknown)
+    (mixed / "theirs.yaml").write_text(f"{text}stage: pt\npacking: false\n", encoding="utf-8")
+    assert "warmup_steps: 3 of 18 steps" in translate_recipe(mixed / "theirs.yaml").notes
+
+
+@pytest.mark.parametrize(
+    "lines", [["stage: dpo", "pref_loss: ipo"], ["pref_loss: ipo", "stage: dpo"], ["stage: dpo", "pref_loss: sigmoid"]]
+)
+def test_the_loss_of_pairs_is_the_same_in_either_order(tmp_path: Path, lines: list[str]) -> None:
+    file = tmp_path / "theirs.yaml"
+    file.write_text("\n".join(["model_name_or_path: flatshift-5m", *lines]), encoding="utf-8")
+    assert translate_recipe(file).recipe["task"]["loss"] == ("ipo" if "pref_loss: ipo" in lines else "dpo")
 
 
 def test_a_cap_above_the_rows_is_left_out_with_a_note(mixed: Path) -> None:
