@@ -180,7 +180,12 @@ def _translate_key(translation: _Translation, key: str, tree: Tree, same: Mappin
     elif key in same:
         if isinstance(value, str) and re.fullmatch(r"\d+(_\d+)+", value):  # a number in their YAML 1.1
             value = int(value)
-        translation.set({same[key]: value} | table["with"].get(key, {}), tree.location)
+        loss = to_python(translation.settings).get("task", {}).get("loss")
+        setting = table["weights"].get(f"{loss}.{key}", same[key])
+        if loss not in table["losses"].get(setting, [loss]):
+            translation.reject(key, tree, "this objective has none")
+        else:
+            translation.set({setting: value} | table["with"].get(key, {}), tree.location)
     elif key in table["choices"]:
         name = str(value).lower() if isinstance(value, bool) else str(value)
         settings = table["choices"][key].get(name)
@@ -296,7 +301,9 @@ def _objective(translation: _Translation, key: str, tree: Tree) -> None:
     name = to_python(tree)
     if name in _OBJECTIVES:
         loss = {"extends": "preference", "task.loss": name, "task.chat": True, "task.answer": "{answer}"}
-        translation.set(loss, tree.location)
+        translation.set(loss | _read_table()["choices"]["pref_loss"].get(name, {}), tree.location)
+        if name == "simpo" and "cpo_alpha" not in translation.keys.children:
+            translation.reject("cpo_alpha", Leaf(1.0, "1.0, by default", tree.location))
     elif name == "pt":
         translation.set({"extends": "language-model"}, tree.location)
     elif name != "sft":

@@ -251,6 +251,15 @@ def test_a_wrong_file_is_one_sentence_with_its_line(
         ("lr_scheduler: constant\nwarmup_ratio: 0.1", "optimizer.warmup", 0.0),
         ("lr_scheduler: constant_with_warmup\nwarmup_ratio: 0.1", "optimizer.warmup", 0.1),
         ("lora_target_linear: true\nlora_target_modules: [q_proj]", "adapter.targets", "all-linear"),
+        ("rl: simpo\ncpo_alpha: 0", "task.beta", 0.1),
+        ("simpo_gamma: 1.4\nrl_beta: 2.5\nrl: simpo\ncpo_alpha: 0.0", "task.gamma", 1.4),
+        ("simpo_gamma: 1.4\nrl_beta: 2.5\nrl: simpo\ncpo_alpha: 0.0", "task.beta", 2.5),
+        ("rl_beta: 0.2\nrl: orpo", "task.odds_weight", 0.2),
+        ("rl: orpo\norpo_alpha: 0.2", "task.odds_weight", 0.2),
+        ("rl: kto\nkto_desirable_weight: 0.5", "task.desirable_weight", 0.5),
+        ("rl: kto\nkto_undesirable_weight: 0.5", "task.undesirable_weight", 0.5),
+        ("rl: dpo\ndpo_label_smoothing: 0.1", "task.label_smoothing", 0.1),
+        ("peft_layers_to_transform: [0, 2]", "adapter.layers", [0, 2]),
         ("lora_target_linear: false\nlora_target_modules: [q_proj]", "adapter.targets", ["q_proj"]),
     ],
 )
@@ -280,6 +289,10 @@ def test_a_key_becomes_the_setting(tmp_path: Path, line: str, key: str, value: o
             "base_model: m\nadapter: lora\ndatasets: [{path: a.jsonl, roles_to_train: [user]}]\n",
             ":3: datasets.roles_to_train",
         ),
+        ("base_model: m\nadapter: lora\nrl: simpo\n", ":3: cpo_alpha: 1.0, by default (weight of the chosen answer's"),
+        ("base_model: m\nadapter: lora\nrl: simpo\ncpo_alpha: 0.5\n", ":4: cpo_alpha: 0.5 (weight of the chosen"),
+        ("model_name_or_path: m\nstage: dpo\nsimpo_gamma: 0.5\n", ":3: simpo_gamma: 0.5 (this objective has none)"),
+        ("model_name_or_path: m\nstage: sft\npref_beta: 0.1\n", ":3: pref_beta: 0.1 (this objective has none)"),
         ("model_name_or_path: m\noptim: adafactor\n", ":2: optim: adafactor"),
         ("model_name_or_path: m\nmax_steps: many\n", ":2: max_steps: many"),
         ("model_name_or_path: m\ninterleave_probs: 0.9,0.1\n", ":2: interleave_probs: 0.9,0.1 (data sets are joined"),
@@ -525,12 +538,24 @@ def test_warm_up_steps_of_plain_text_are_not_counted_as_it_is_packed(mixed: Path
 
 
 @pytest.mark.parametrize(
-    "lines", [["stage: dpo", "pref_loss: ipo"], ["pref_loss: ipo", "stage: dpo"], ["stage: dpo", "pref_loss: sigmoid"]]
+    ("lines", "expected"),
+    [
+        (["pref_loss: sigmoid"], {"loss": "dpo"}),
+        (["pref_loss: ipo", "pref_beta: 0.3"], {"loss": "ipo", "beta": 0.3}),
+        (["pref_loss: simpo"], {"loss": "simpo", "beta": 0.1, "gamma": 0.5}),
+        (["simpo_gamma: 1.0", "pref_loss: simpo"], {"loss": "simpo", "beta": 0.1, "gamma": 1.0}),
+        (["pref_beta: 0.3", "pref_loss: orpo"], {"loss": "orpo", "odds_weight": 0.3}),
+    ],
 )
-def test_the_loss_of_pairs_is_the_same_in_either_order(tmp_path: Path, lines: list[str]) -> None:
+def test_the_loss_of_pairs_is_the_same_in_either_order(
+    tmp_path: Path, lines: list[str], expected: dict[str, object]
+) -> None:
     file = tmp_path / "theirs.yaml"
-    file.write_text("\n".join(["model_name_or_path: flatshift-5m", *lines]), encoding="utf-8")
-    assert translate_recipe(file).recipe["task"]["loss"] == ("ipo" if "pref_loss: ipo" in lines else "dpo")
+    for ordered in (["stage: dpo", *lines], [*lines, "stage: dpo"]):
+        file.write_text("\n".join(["model_name_or_path: flatshift-5m", *ordered]), encoding="utf-8")
+        translated = translate_recipe(file)
+        assert translated.recipe["task"] == {"chat": True, "answer": "{answer}", **expected}
+        assert translated.unknown == ()
 
 
 def test_a_cap_above_the_rows_is_left_out_with_a_note(mixed: Path) -> None:
