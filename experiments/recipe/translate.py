@@ -158,6 +158,8 @@ def translate_recipe(file: Path) -> Translated:
             _translate_key(translation, key, child, same)
     if tool == "axolotl" and translation.value("adapter") is None:
         translation.unknown.append(f"{file}:1: adapter is not set ({table['hints']['adapter']})")
+    if tool == "torchtune" and translation.value("tokenizer.max_seq_len") is None:
+        translation.notes.append("tokenizer.max_seq_len: train.max_length is that of the recipe it extends; set yours")
     _settle_packing(translation)
     _settle_length(translation)
     settings = translation.settings
@@ -231,12 +233,15 @@ def _samples(translation: _Translation, key: str, tree: Tree) -> None:
 
 
 def _settle_packing(translation: _Translation) -> None:
-    """Leave packing out where rows are pairs of answers."""
-    task = translation.settings.children.get("task")
+    """Leave packing out where rows are pairs of answers, and what becomes of long rows where texts are read whole."""
+    task, train = translation.settings.children.get("task"), translation.settings.children["train"]
     base = to_python(translation.settings)["extends"]
-    if base == "preference" and isinstance(task, Branch) and (pack := task.children.pop("pack", None)) is not None:
-        if to_python(pack):
-            translation.notes.append("packing: pairs of answers are not packed")
+    if base == "language-model" and isinstance(train, Branch):
+        for name in ("overlong", "max_dropped"):
+            train.children.pop(name, None)
+    pack = task.children.pop("pack", None) if base == "preference" and isinstance(task, Branch) else None
+    if pack is not None and to_python(pack):
+        translation.notes.append("packing: pairs of answers are not packed")
 
 
 def _settle_length(translation: _Translation) -> None:
@@ -413,6 +418,8 @@ def _read_columns(entry: Mapping[str, Any], *, is_plain: bool) -> tuple[dict[str
         columns["text"] = pair[0]
     elif pair and pair not in table["pairs"]:
         problems.append(f"rename its columns {' and '.join(pair)} to {' and '.join(table['pairs'][0][: len(pair)])}")
+    if entry.get("folder"):
+        problems.append(f"folder {entry['folder']} has no counterpart; name its files in file_name")
     for name, own in given.items():
         if own not in (table["named"].get(name), *table["known"].get(name, ())):
             if name in table["named"]:
@@ -510,12 +517,11 @@ def _listed_datasets(translation: _Translation, key: str, tree: Tree) -> None:
         translation.notes += [f"{kind}: {own['note']}"] if "note" in own else []
         own_columns = dict(own.get("columns", {}))
         for name, value in values.items():
-            read, parts = table["read"].get(name, []), _flatten(value)
             if name in columns:
                 own_columns[columns[name]] = value
             elif name in table["same"]:
                 translation.set({table["same"][name]: value}, known[name].location)
-            elif name not in table["rows"] and parts not in read and not all(part in (None, *read) for part in parts):
+            elif name not in table["rows"] and not _is_read(value, table["read"].get(name, [])):
                 translation.reject(f"{key}.{name}", known[name], table["hints"].get(name))
         split, bracket, _ = str(values.get("split") or "train").partition("[")
         if bracket and share is None:
@@ -530,6 +536,13 @@ def _listed_datasets(translation: _Translation, key: str, tree: Tree) -> None:
         translation.set({"extends": base}, tree.location)
     if sets:
         _set_rows(translation, key, tree, sets)
+
+
+def _is_read(value: Any, read: Any) -> bool:
+    """True if a value, or each part of it, is among those that are read as they are; in a mapping, those of its key."""
+    if isinstance(value, dict) and isinstance(read, dict):
+        return all(_is_read(part, read.get(name, [])) for name, part in value.items())
+    return value in read or (not isinstance(value, dict) and all(part in (None, *read) for part in _flatten(value)))
 
 
 def _read_holdout(translation: _Translation) -> float | None:

@@ -62,7 +62,8 @@ task: {pack: true}
 data: {holdout: 0.1, holdout_splits: [dev], train: {files: [rows.jsonl]}}
 adapter: {rank: 16, alpha: 32, dropout: 0.05, targets: all-linear}
 optimizer: {kind: adamw, lr: 2e-4, schedule: cosine, warmup: 0.1, weight_decay: 0.01, clip: null, betas: [0.9, 0.95]}
-train: {epochs: 2, batch_size: 2, accumulate: 4, max_length: 1024, checkpointing: full, eval_every: 0.125, seed: 42}
+train: {epochs: 2, batch_size: 2, accumulate: 4, max_length: 1024, checkpointing: full, eval_every: 0.125, seed: 42,
+  overlong: drop, max_dropped: 1}
 tracker: {kinds: [wandb], project: zoo}
 """
 FACTORY = """\
@@ -251,6 +252,8 @@ def test_a_wrong_file_is_one_sentence_with_its_line(
         ("lr_scheduler: constant\nwarmup_ratio: 0.1", "optimizer.warmup", 0.0),
         ("lr_scheduler: constant_with_warmup\nwarmup_ratio: 0.1", "optimizer.warmup", 0.1),
         ("lora_target_linear: true\nlora_target_modules: [q_proj]", "adapter.targets", "all-linear"),
+        ("excess_length_strategy: truncate", "train.overlong", None),
+        ("excess_length_strategy: raise", "train.overlong", "refuse"),
         ("rl: simpo\ncpo_alpha: 0", "task.beta", 0.1),
         ("simpo_gamma: 1.4\nrl_beta: 2.5\nrl: simpo\ncpo_alpha: 0.0", "task.gamma", 1.4),
         ("simpo_gamma: 1.4\nrl_beta: 2.5\nrl: simpo\ncpo_alpha: 0.0", "task.beta", 2.5),
@@ -288,6 +291,15 @@ def test_a_key_becomes_the_setting(tmp_path: Path, line: str, key: str, value: o
         (
             "base_model: m\nadapter: lora\ndatasets: [{path: a.jsonl, roles_to_train: [user]}]\n",
             ":3: datasets.roles_to_train",
+        ),
+        (
+            "base_model: m\nadapter: lora\ndatasets: [{path: a.jsonl, roles: {user: [gpt], assistant: [human]}}]\n",
+            ":3: datasets.roles",
+        ),
+        (
+            "base_model: m\nadapter: lora\n"
+            "datasets: [{path: a.jsonl, message_property_mappings: {role: value, content: from}}]\n",
+            ":3: datasets.message_property_mappings",
         ),
         ("base_model: m\nadapter: lora\nrl: simpo\n", ":3: cpo_alpha: 1.0, by default (weight of the chosen answer's"),
         ("base_model: m\nadapter: lora\nrl: simpo\ncpo_alpha: 0.5\n", ":4: cpo_alpha: 0.5 (weight of the chosen"),
@@ -489,6 +501,7 @@ def test_caps_and_shares_are_those_of_each_source(
         ({"columns": {"prompt": "ask", "response": "reply"}}, "sft", "rename its columns ask and reply to instruction"),
         ({"columns": {"messages": "talk", "images": "pictures"}}, "sft", "columns.images pictures has no counterpart"),
         ({"tags": {"user_tag": "customer"}}, "sft", "tags.user_tag customer is none of user, human"),
+        ({"folder": "part"}, "sft", "folder part has no counterpart; name its files in file_name"),
         ({"num_samples": 31}, "sft", "num_samples 31 is above its 30 rows, and would repeat some"),
         ({"columns": {"prompt": "instruction", "chosen": "good"}}, "dpo", "columns.chosen good has no counterpart"),
     ],
@@ -514,6 +527,24 @@ def test_columns_of_one_data_set_are_those_of_the_recipe(mixed: Path) -> None:
     (mixed / "theirs.yaml").write_text(text.replace("eval_dataset: chats", "eval_dataset: mine"), encoding="utf-8")
     (unknown,) = translate_recipe(mixed / "theirs.yaml").unknown
     assert unknown.endswith("eval_dataset: mine (its columns are not those of the training rows; rename them)")
+
+
+@pytest.mark.parametrize("kind", ["alpaca", "completion"])
+def test_rows_above_the_length_of_axolotl_are_dropped_and_texts_are_read_in_pieces(
+    home: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"instruction": "Say it.", "output": "1 " * (200 if n % 2 else 1), "text": "1 " * 200} for n in range(8)]
+    write_jsonl(home / "rows.jsonl", rows)
+    text = "base_model: flatshift-5m\nadapter: lora\nsequence_len: 64\ndatasets: [{path: rows.jsonl, type: KIND}]\n"
+    (home / "theirs.yaml").write_text(text.replace("KIND", kind), encoding="utf-8")
+    assert run(["recipes", "from", "theirs.yaml", "--out", "mine.yaml"]) == 0
+    assert run(["train", "mine.yaml", *QUICK, "--train.epochs", "null", "--out", "run"]) == 0
+    printed = "".join(capsys.readouterr())
+    if kind == "alpaca":
+        assert run(["train", "mine.yaml", *QUICK, "--train.epochs", "null", "--train.max_dropped", "0"]) == 2
+        assert "4 of 8 samples are longer than train.max_length = 64 tokens" in capsys.readouterr().err
+    else:
+        assert "8 of 8 documents are longer than train.max_length = 64 tokens and read in" in printed
 
 
 def test_warm_up_steps_are_a_fraction_where_the_rows_are_counted(mixed: Path) -> None:

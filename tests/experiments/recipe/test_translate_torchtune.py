@@ -169,6 +169,14 @@ def llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return config
 
 
+def test_a_length_that_torchtune_leaves_open_is_a_note(llama: dict[str, Any], tmp_path: Path) -> None:
+    for length, count in ((None, 1), (64, 0)):
+        changed = llama | {"tokenizer": llama["tokenizer"] | {"max_seq_len": length}}
+        (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(changed), encoding="utf-8")
+        notes = translate_recipe(tmp_path / "theirs.yaml").notes
+        assert sum(note.startswith("tokenizer.max_seq_len: train.max_length is that of") for note in notes) == count
+
+
 def test_a_config_of_torchtune_trains(llama: dict[str, Any], tmp_path: Path) -> None:
     llama |= {"max_steps_per_epoch": 2, "epochs": 2, "lr_scheduler": llama["lr_scheduler"] | {"num_warmup_steps": 1}}
     (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(llama, sort_keys=False), encoding="utf-8")
@@ -194,6 +202,9 @@ def test_a_config_of_torchtune_trains(llama: dict[str, Any], tmp_path: Path) -> 
          "data.train.files", ["hub:org/talk:dev"]),
         ({"optimizer": {"_component_": "bitsandbytes.optim.PagedAdamW8bit", "lr": 1e-3}},
          "optimizer.kind", "paged-adamw-8bit"),
+        ({"dataset": {"_component_": "torchtune.datasets.instruct_dataset", "source": "json",
+                      "data_files": "rows.jsonl", "column_map": {"output": "answer", "input": "question"}}},
+         "data.train.files", ["rows.jsonl"]),
         ({"clip_grad_norm": 1.0}, "optimizer.clip", 1.0),
         ({"metric_logger": {"_component_": "torchtune.training.metric_logging.WandBLogger", "project": "zoo"}},
          "tracker", {"kinds": ["wandb"], "project": "zoo"}),
@@ -227,6 +238,8 @@ def test_a_key_of_torchtune_becomes_the_setting(
         ({"dataset": {"_component_": "torchtune.datasets.preference_dataset", "source": "org/pairs",
                       "column_map": {"chosen": "good", "rejected": "bad"}}},
          "dataset.column_map (rename the columns to input and output, or to chosen and rejected)"),
+        ({"dataset": {"_component_": "torchtune.datasets.instruct_dataset", "source": "org/asked",
+                      "column_map": {"input": "answer", "output": "question"}}}, "dataset.column_map (rename"),
         ({"dataset": {"_component_": "my.own_dataset"}}, "dataset._component_: my.own_dataset"),
     ],
 )  # fmt: skip
