@@ -25,11 +25,12 @@ from flatshift.finetune.errors import UserError, is_remote
 _FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".md", ".gz", ".xz", ".zst")
 _OBJECTIVES = ("dpo", "ipo", "kto", "simpo", "orpo")
 _BATCH = "train.batch_size is that of all devices together: multiply it by their number"
+_WORDS = {"yes": True, "on": True, "no": False, "off": False}
 _FEWER = "max_samples: data.train.first is refused above the number of rows; leave it out then"
 _ORDER = {
     **dict.fromkeys(("rl", "stage", "loss._component_"), -2),
     "pref_loss": -1,
-    **dict.fromkeys(("num_epochs", "num_train_epochs", "epochs", "lora_target_linear"), 1),
+    **dict.fromkeys(("num_epochs", "num_train_epochs", "epochs", "lora_target_linear", "save_strategy"), 1),
     **dict.fromkeys(("warmup_steps", "lr_scheduler.num_warmup_steps", "evals_per_epoch", "eval_strategy"), 2),
     **dict.fromkeys(("eval_dataset", "test_datasets", "dataset_val"), 2),
     **dict.fromkeys(("lr_scheduler", "lr_scheduler_type"), 3),
@@ -84,8 +85,8 @@ class _Translation:
 
     def value(self, key: str) -> Any:
         """Return the value of a key of the file; None if it is absent or empty."""
-        tree = self.keys.children.get(key)
-        return None if tree is None else to_python(tree) or None
+        value = to_python(self.keys.children.get(key, Leaf(None, "", "")))
+        return None if value == "" else value
 
     @property
     def max_steps(self) -> int | None:
@@ -133,7 +134,7 @@ def translate_recipe(file: Path) -> Translated:
     Raises UserError with file:line for a file of none of them, an objective that recipes lack, and a value that no
     recipe takes.
     """
-    tree = parse_file(file)
+    tree = _read_yaml_1_1(parse_file(file))
     if not isinstance(tree, Branch):
         raise UserError(f"{file}:1: a recipe is a mapping of settings")
     if "base_model" in tree.children:
@@ -155,7 +156,12 @@ def translate_recipe(file: Path) -> Translated:
         translation.set({"task.pack": True}, f"{file}: {tool}'s default of stage: pt")
     for key, child in sorted(tree.children.items(), key=lambda item: _ORDER.get(item[0], 0)):
         if not (isinstance(child, Leaf) and child.value in (None, "")):
-            _translate_key(translation, key, child, same)
+            try:
+                _translate_key(translation, key, child, same)
+            except UserError:
+                raise
+            except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError):
+                translation.reject(key, child, "its value is not of the form that the tool takes")
     if tool == "axolotl" and translation.value("adapter") is None:
         translation.unknown.append(f"{file}:1: adapter is not set ({table['hints']['adapter']})")
     if tool == "torchtune" and translation.value("tokenizer.max_seq_len") is None:
@@ -174,17 +180,30 @@ def translate_recipe(file: Path) -> Translated:
     return Translated(tool, recipe, text, tuple(translation.notes), tuple(translation.unknown))
 
 
+def _read_yaml_1_1(tree: Tree, key: str = "") -> Tree:
+    """Return the tree with `1_000` as a number, and `yes` and `no` as true and false except for strategies."""
+    if isinstance(tree, Branch):
+        return dataclasses.replace(
+            tree, children={name: _read_yaml_1_1(each, name) for name, each in tree.children.items()}
+        )
+    if not isinstance(tree, Leaf):
+        return tree
+    text, words = str(tree.value).lower(), {} if key.endswith("_strategy") else _WORDS
+    is_number = re.fullmatch(r"[-+]?\d{1,3}(_\d{3}){1,5}", text)
+    return dataclasses.replace(tree, value=int(text) if is_number else words.get(text, tree.value))
+
+
 def _translate_key(translation: _Translation, key: str, tree: Tree, same: Mapping[str, str]) -> None:
     value, table = to_python(tree), _read_table()
     parts = value if isinstance(value, dict) else _flatten(value)
     if key in _SPECIAL:
         _SPECIAL[key](translation, key, tree)
     elif key in same:
-        if isinstance(value, str) and re.fullmatch(r"\d+(_\d+)+", value):  # a number in their YAML 1.1
-            value = int(value)
         loss = to_python(translation.settings).get("task", {}).get("loss")
         setting = table["weights"].get(f"{loss}.{key}", same[key])
-        if loss not in table["losses"].get(setting, [loss]):
+        if key == "save_steps" and isinstance(value, float) and value < 1:
+            translation.reject(key, tree)
+        elif loss not in table["losses"].get(setting, [loss]):
             translation.reject(key, tree, "this objective has none")
         else:
             translation.set({setting: value} | table["with"].get(key, {}), tree.location)
@@ -288,13 +307,17 @@ def _clip(translation: _Translation, key: str, tree: Tree) -> None:
 
 
 def _betas(translation: _Translation, key: str, tree: Tree) -> None:
-    betas = [translation.value("adam_beta1") or 0.9, translation.value("adam_beta2") or 0.999]
+    given = [translation.value("adam_beta1"), translation.value("adam_beta2")]
+    betas = [default if beta is None else beta for beta, default in zip(given, (0.9, 0.999), strict=True)]
     translation.set({"optimizer.betas": betas}, tree.location)
 
 
 def _modules(translation: _Translation, key: str, tree: Tree) -> None:
     """Set the layers of adapters, or those that are trained whole: a list, or names between commas; `all`: all."""
     names = to_python(tree)
+    if isinstance(names, str) and re.search(r"[\[\](|*+\\]", names):
+        translation.reject(key, tree, "a pattern; list the names")
+        return
     names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
     setting = "adapter.train_whole" if key == "additional_target" else "adapter.targets"
     everything = setting == "adapter.targets" and names in (["all"], ["all-linear"])
@@ -531,8 +554,12 @@ def _listed_datasets(translation: _Translation, key: str, tree: Tree) -> None:
             rows = {"data_files": values.get("data_files"), "path": path, "split": split}
             files = _dataset_names(rows | {"name": values.get("name", values.get("subset"))})
             sets.append(_RowSet(Path(files[0]).stem, files, kind, own_columns))
+        elif own:
+            translation.reject(key, item, "each of them is a mapping with a path or source")
     if bases and not is_paired and key in ("dataset", "datasets"):
         base = bases[0] if len(set(bases)) == 1 else "chat"  # which reads conversations and instructions
+        if base == "chat" and not {"chat", "instruction"} >= set(bases):
+            translation.reject(key, tree, "plain text or pairs are not trained on beside others")
         translation.set({"extends": base}, tree.location)
     if sets:
         _set_rows(translation, key, tree, sets)

@@ -132,6 +132,9 @@ QUICK = [
 ]
 
 
+FORM = "its value is not of the form that the tool takes"
+
+
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -216,6 +219,10 @@ def test_all_keys_known_is_exit_code_0(home: Path, capsys: pytest.CaptureFixture
         ),
         ("base_model: flatshift-5m\nrl: grpo\n", "some.yaml:2: rl grpo has no recipe; sft, pt, dpo, ipo, kto"),
         ("base_model: flatshift-5m\nlora_r: many\n", "some.yaml:2: adapter.rank must be a whole number, got 'many'"),
+        (
+            "base_model: flatshift-5m\nadapter: lora\nnum_epochs: '3'\nevals_per_epoch: 2\n",
+            "some.yaml:3: train.epochs must be a number, got '3'",
+        ),
         ("base_model: flatshift-5m\nlearning_rate: -1\n", "some.yaml:2: optimizer.lr must be ≥ 0"),
         ("- 1\n", "some.yaml:1: a recipe is a mapping"),
     ],
@@ -252,6 +259,14 @@ def test_a_wrong_file_is_one_sentence_with_its_line(
         ("lr_scheduler: constant\nwarmup_ratio: 0.1", "optimizer.warmup", 0.0),
         ("lr_scheduler: constant_with_warmup\nwarmup_ratio: 0.1", "optimizer.warmup", 0.1),
         ("lora_target_linear: true\nlora_target_modules: [q_proj]", "adapter.targets", "all-linear"),
+        ("adam_beta1: 0.0", "optimizer.betas", [0.0, 0.999]),
+        ('save_strategy: "no"\nsave_steps: 100', "train.save_every", 0),
+        ("sample_packing: yes", "task.pack", True),
+        ("sample_packing: no", "task.pack", False),
+        ("gradient_checkpointing: yes", "train.checkpointing", "full"),
+        ("torch_compile: on", "train.compile", True),
+        ("save_strategy: no\nsave_steps: 100", "train.save_every", 0),
+        ("max_steps: 1_000", "train.steps", 1000),
         ("excess_length_strategy: truncate", "train.overlong", None),
         ("excess_length_strategy: raise", "train.overlong", "refuse"),
         ("rl: simpo\ncpo_alpha: 0", "task.beta", 0.1),
@@ -305,6 +320,23 @@ def test_a_key_becomes_the_setting(tmp_path: Path, line: str, key: str, value: o
         ("base_model: m\nadapter: lora\nrl: simpo\ncpo_alpha: 0.5\n", ":4: cpo_alpha: 0.5 (weight of the chosen"),
         ("model_name_or_path: m\nstage: dpo\nsimpo_gamma: 0.5\n", ":3: simpo_gamma: 0.5 (this objective has none)"),
         ("model_name_or_path: m\nstage: sft\npref_beta: 0.1\n", ":3: pref_beta: 0.1 (this objective has none)"),
+        ("base_model: m\nadapter: lora\ndatasets: [some/name]\n", ":3: datasets: some/name (each of them is a mapping"),
+        ("base_model: m\nadapter: lora\ndatasets: some/name\n", ":3: datasets: some/name (each of them is a mapping"),
+        ("base_model: m\nadapter: lora\ndatasets: [5]\n", ":3: datasets: 5 (each of them is a mapping with a path"),
+        ("base_model: m\nadapter: lora\ndatasets: [{type: alpaca}]\n", ":3: datasets (each of them is a mapping with"),
+        (
+            "base_model: m\nadapter: lora\nlora_target_modules: model.layers.[0-9]+.(q_proj|v_proj)\n",
+            ":3: lora_target_modules: model.layers.[0-9]+.(q_proj|v_proj) (a pattern; list the names)",
+        ),
+        ("model_name_or_path: m\nsave_steps: 0.25\n", ":2: save_steps: 0.25 (train.save_every counts steps)"),
+        ("model_name_or_path: m\ntorch_compile: auto\n", ":2: torch_compile: auto"),
+        ("model_name_or_path: m\neval_strategy: [steps]\n", f":2: eval_strategy ({FORM})"),
+        ("model_name_or_path: m\ndataset: a\ndataset_dir: [a]\n", f":2: dataset: a ({FORM})"),
+        ("base_model: m\nadapter: lora\ndatasets: [{path: json, data_files: 7}]\n", f":3: datasets ({FORM})"),
+        (
+            "base_model: m\nadapter: lora\ndatasets: [{path: json, data_files: {train: rows.jsonl}}]\n",
+            f":3: datasets ({FORM})",
+        ),
         ("model_name_or_path: m\noptim: adafactor\n", ":2: optim: adafactor"),
         ("model_name_or_path: m\nmax_steps: many\n", ":2: max_steps: many"),
         ("model_name_or_path: m\ninterleave_probs: 0.9,0.1\n", ":2: interleave_probs: 0.9,0.1 (data sets are joined"),
@@ -316,6 +348,13 @@ def test_a_value_without_a_counterpart_is_reported(tmp_path: Path, text: str, li
     file.write_text(text, encoding="utf-8")
     (unknown,) = translate_recipe(file).unknown
     assert unknown.startswith(f"{file}{line}")
+
+
+def test_plain_text_of_axolotl_beside_instructions_is_reported(home: Path) -> None:
+    sets = "[{path: rows.jsonl, type: alpaca}, {path: rows.jsonl, type: completion}]"
+    (home / "theirs.yaml").write_text(f"base_model: m\nadapter: lora\ndatasets: {sets}\n", encoding="utf-8")
+    (unknown,) = translate_recipe(home / "theirs.yaml").unknown
+    assert unknown.endswith("theirs.yaml:3: datasets (plain text or pairs are not trained on beside others)")
 
 
 def test_data_sets_without_an_index_are_reported(tmp_path: Path) -> None:
@@ -502,6 +541,8 @@ def test_caps_and_shares_are_those_of_each_source(
         ({"columns": {"messages": "talk", "images": "pictures"}}, "sft", "columns.images pictures has no counterpart"),
         ({"tags": {"user_tag": "customer"}}, "sft", "tags.user_tag customer is none of user, human"),
         ({"folder": "part"}, "sft", "folder part has no counterpart; name its files in file_name"),
+        ({"num_samples": "10"}, "sft", FORM),
+        ({"columns": ["a"]}, "sft", FORM),
         ({"num_samples": 31}, "sft", "num_samples 31 is above its 30 rows, and would repeat some"),
         ({"columns": {"prompt": "instruction", "chosen": "good"}}, "dpo", "columns.chosen good has no counterpart"),
     ],
@@ -515,7 +556,7 @@ def test_what_of_an_entry_has_no_counterpart_is_one_sentence(
     (mixed / "theirs.yaml").write_text(text, encoding="utf-8")
     assert run(["recipes", "from", "theirs.yaml"]) == 1
     (line,) = capsys.readouterr().err.splitlines()[1:]
-    assert line.startswith("  theirs.yaml:4: dataset: chats (chats") and sentence in line
+    assert line.startswith("  theirs.yaml:4: dataset: chats (") and sentence in line
 
 
 def test_columns_of_one_data_set_are_those_of_the_recipe(mixed: Path) -> None:
@@ -594,6 +635,8 @@ def test_a_cap_above_the_rows_is_left_out_with_a_note(mixed: Path) -> None:
     (mixed / "theirs.yaml").write_text(f"{text}max_samples: 1000\n", encoding="utf-8")
     translated = translate_recipe(mixed / "theirs.yaml")
     assert "first" not in translated.recipe["data"]["train"] and translated.unknown == ()
+    (mixed / "theirs.yaml").write_text(f"{text}max_samples: 1_000\n", encoding="utf-8")
+    assert translate_recipe(mixed / "theirs.yaml") == translated
     assert "max_samples: mine has 20 rows, and all are read" in translated.notes
 
 
