@@ -25,17 +25,7 @@ from flatshift.finetune.errors import UserError, is_remote
 _FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".md", ".gz", ".xz", ".zst")
 _OBJECTIVES = ("dpo", "ipo", "kto", "simpo", "orpo")
 _BATCH = "train.batch_size is that of all devices together: multiply it by their number"
-_WORDS = {"yes": True, "on": True, "no": False, "off": False}
 _FEWER = "max_samples: data.train.first is refused above the number of rows; leave it out then"
-_ORDER = {
-    **dict.fromkeys(("rl", "stage", "loss._component_"), -2),
-    "pref_loss": -1,
-    **dict.fromkeys(("num_epochs", "num_train_epochs", "epochs", "lora_target_linear", "save_strategy"), 1),
-    **dict.fromkeys(("warmup_steps", "lr_scheduler.num_warmup_steps", "evals_per_epoch", "eval_strategy"), 2),
-    **dict.fromkeys(("eval_dataset", "test_datasets", "dataset_val"), 2),
-    **dict.fromkeys(("lr_scheduler", "lr_scheduler_type"), 3),
-}
-"""Rank of keys that are translated before others (the objective), or after those that they go by, or override."""
 
 
 @functools.cache
@@ -83,10 +73,10 @@ class _Translation:
         location = self.keys.keys.get(key, tree.location)  # of the key, where its value begins in the next line
         self.unknown.append(f"{location}: {key}{value}" + (f" ({hint})" if hint else ""))
 
-    def value(self, key: str) -> Any:
-        """Return the value of a key of the file; None if it is absent or empty."""
+    def value(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key of the file; `default` if it is absent or empty."""
         value = to_python(self.keys.children.get(key, Leaf(None, "", "")))
-        return None if value == "" else value
+        return default if value in (None, "") else value
 
     @property
     def max_steps(self) -> int | None:
@@ -102,7 +92,7 @@ class _Translation:
         data, train = settings["data"], settings["train"]
         sizes = [_count_used(each) for each in data["train"].get("sources", {"": data["train"]}).values()]
         numbers = [train[name] for name in ("epochs", "batch_size", "accumulate")]
-        is_counted = all(isinstance(number, int | float) and number > 0 for number in numbers)
+        is_counted = all(isinstance(number, int | float) and 0 < number < math.inf for number in numbers)
         if self.max_steps is not None or None in sizes or not is_counted or settings.get("task", {}).get("pack"):
             return self.max_steps
         rows = sum(size for size in sizes if size is not None)
@@ -134,7 +124,7 @@ def translate_recipe(file: Path) -> Translated:
     Raises UserError with file:line for a file of none of them, an objective that recipes lack, and a value that no
     recipe takes.
     """
-    tree = _read_yaml_1_1(parse_file(file))
+    tree = _change_leaves(parse_file(file), _read_yaml_1_1)
     if not isinstance(tree, Branch):
         raise UserError(f"{file}:1: a recipe is a mapping of settings")
     if "base_model" in tree.children:
@@ -152,9 +142,7 @@ def translate_recipe(file: Path) -> Translated:
     table = _read_table()
     same = table["same"] | table[tool]["same"]
     translation.set(table["defaults"] | table[tool]["defaults"], f"{file}: {tool}'s default")
-    if translation.value("stage") == "pt":
-        translation.set({"task.pack": True}, f"{file}: {tool}'s default of stage: pt")
-    for key, child in sorted(tree.children.items(), key=lambda item: _ORDER.get(item[0], 0)):
+    for key, child in sorted(tree.children.items(), key=lambda item: table["order"].get(item[0], 0)):
         if not (isinstance(child, Leaf) and child.value in (None, "")):
             try:
                 _translate_key(translation, key, child, same)
@@ -180,17 +168,20 @@ def translate_recipe(file: Path) -> Translated:
     return Translated(tool, recipe, text, tuple(translation.notes), tuple(translation.unknown))
 
 
-def _read_yaml_1_1(tree: Tree, key: str = "") -> Tree:
-    """Return the tree with `1_000` as a number, and `yes` and `no` as true and false except for strategies."""
+def _change_leaves(tree: Tree, change: Callable[[str, Any], Any], key: str = "") -> Tree:
+    """Return the tree with the value of each scalar changed, by the key that it is of."""
     if isinstance(tree, Branch):
-        return dataclasses.replace(
-            tree, children={name: _read_yaml_1_1(each, name) for name, each in tree.children.items()}
-        )
-    if not isinstance(tree, Leaf):
-        return tree
-    text, words = str(tree.value).lower(), {} if key.endswith("_strategy") else _WORDS
-    is_number = re.fullmatch(r"[-+]?\d{1,3}(_\d{3}){1,5}", text)
-    return dataclasses.replace(tree, value=int(text) if is_number else words.get(text, tree.value))
+        children = {name: _change_leaves(each, change, name) for name, each in tree.children.items()}
+        return dataclasses.replace(tree, children=children)
+    if isinstance(tree, Items):
+        return dataclasses.replace(tree, items=tuple(_change_leaves(each, change, key) for each in tree.items))
+    return dataclasses.replace(tree, value=change(key, tree.value))
+
+
+def _read_yaml_1_1(key: str, value: Any) -> Any:
+    """Return `1_000` as a number, and `yes` and `no` as true and false except for strategies."""
+    text, words = str(value).lower(), {} if key.endswith("_strategy") else _read_table()["words"]
+    return int(text) if re.fullmatch(r"[-+]?\d{1,3}(_\d{3}){1,5}", text) else words.get(text, value)
 
 
 def _translate_key(translation: _Translation, key: str, tree: Tree, same: Mapping[str, str]) -> None:
@@ -201,10 +192,8 @@ def _translate_key(translation: _Translation, key: str, tree: Tree, same: Mappin
     elif key in same:
         loss = to_python(translation.settings).get("task", {}).get("loss")
         setting = table["weights"].get(f"{loss}.{key}", same[key])
-        if key == "save_steps" and isinstance(value, float) and value < 1:
+        if loss not in table["losses"].get(setting, [loss]) or (key == "save_steps" and 0 < value < 1):
             translation.reject(key, tree)
-        elif loss not in table["losses"].get(setting, [loss]):
-            translation.reject(key, tree, "this objective has none")
         else:
             translation.set({setting: value} | table["with"].get(key, {}), tree.location)
     elif key in table["choices"]:
@@ -252,14 +241,9 @@ def _samples(translation: _Translation, key: str, tree: Tree) -> None:
 
 
 def _settle_packing(translation: _Translation) -> None:
-    """Leave packing out where rows are pairs of answers, and what becomes of long rows where texts are read whole."""
-    task, train = translation.settings.children.get("task"), translation.settings.children["train"]
-    base = to_python(translation.settings)["extends"]
-    if base == "language-model" and isinstance(train, Branch):
-        for name in ("overlong", "max_dropped"):
-            train.children.pop(name, None)
-    pack = task.children.pop("pack", None) if base == "preference" and isinstance(task, Branch) else None
-    if pack is not None and to_python(pack):
+    """Leave packing out where rows are pairs of answers."""
+    task, base = translation.settings.children.get("task"), to_python(translation.settings)["extends"]
+    if base == "preference" and to_python(getattr(task, "children", {}).pop("pack", Leaf(None, "", ""))):
         translation.notes.append("packing: pairs of answers are not packed")
 
 
@@ -307,8 +291,7 @@ def _clip(translation: _Translation, key: str, tree: Tree) -> None:
 
 
 def _betas(translation: _Translation, key: str, tree: Tree) -> None:
-    given = [translation.value("adam_beta1"), translation.value("adam_beta2")]
-    betas = [default if beta is None else beta for beta, default in zip(given, (0.9, 0.999), strict=True)]
+    betas = [translation.value("adam_beta1", 0.9), translation.value("adam_beta2", 0.999)]
     translation.set({"optimizer.betas": betas}, tree.location)
 
 
@@ -316,8 +299,7 @@ def _modules(translation: _Translation, key: str, tree: Tree) -> None:
     """Set the layers of adapters, or those that are trained whole: a list, or names between commas; `all`: all."""
     names = to_python(tree)
     if isinstance(names, str) and re.search(r"[\[\](|*+\\]", names):
-        translation.reject(key, tree, "a pattern; list the names")
-        return
+        return translation.reject(key, tree, "a pattern; list the names")
     names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
     setting = "adapter.train_whole" if key == "additional_target" else "adapter.targets"
     everything = setting == "adapter.targets" and names in (["all"], ["all-linear"])
@@ -330,10 +312,10 @@ def _objective(translation: _Translation, key: str, tree: Tree) -> None:
     if name in _OBJECTIVES:
         loss = {"extends": "preference", "task.loss": name, "task.chat": True, "task.answer": "{answer}"}
         translation.set(loss | _read_table()["choices"]["pref_loss"].get(name, {}), tree.location)
-        if name == "simpo" and "cpo_alpha" not in translation.keys.children:
+        if name == "simpo" and translation.value("cpo_alpha") is None:
             translation.reject("cpo_alpha", Leaf(1.0, "1.0, by default", tree.location))
     elif name == "pt":
-        translation.set({"extends": "language-model"}, tree.location)
+        translation.set({"extends": "language-model", "task.pack": True}, tree.location)  # unless `packing` says no
     elif name != "sft":
         raise UserError(f"{tree.location}: {key} {name} has no recipe; sft, pt, {', '.join(_OBJECTIVES)} have one")
 
@@ -441,8 +423,7 @@ def _read_columns(entry: Mapping[str, Any], *, is_plain: bool) -> tuple[dict[str
         columns["text"] = pair[0]
     elif pair and pair not in table["pairs"]:
         problems.append(f"rename its columns {' and '.join(pair)} to {' and '.join(table['pairs'][0][: len(pair)])}")
-    if entry.get("folder"):
-        problems.append(f"folder {entry['folder']} has no counterpart; name its files in file_name")
+    problems += ["folder has no counterpart; name its files in file_name"] if entry.get("folder") else []
     for name, own in given.items():
         if own not in (table["named"].get(name), *table["known"].get(name, ())):
             if name in table["named"]:
@@ -489,12 +470,16 @@ def _flatten_components(tree: Branch) -> Branch:
             child = dataclasses.replace(child, value=str(child.value).rpartition(".")[2])
         children[path], keys[path] = child, location
 
+    def fill(key: str, value: Any) -> Any:
+        values = {f"${{{path}}}": child.value for path, child in children.items() if isinstance(child, Leaf)}
+        if value in values or not isinstance(value, str):
+            return values.get(value, value)
+        return re.sub(r"\$\{[\w.]+\}", lambda match: str(values.get(match[0], match[0])), value)
+
     for name, child in tree.children.items():
         add(name, child, tree.keys.get(name, child.location))
     for path, child in children.items():
-        reference = re.fullmatch(r"\$\{([\w.]+)\}", str(child.value)) if isinstance(child, Leaf) else None
-        if reference is not None and isinstance(source := children.get(reference[1]), Leaf):
-            children[path] = dataclasses.replace(child, value=source.value)
+        children[path] = _change_leaves(child, fill)
     return Branch(children, tree.location, keys)
 
 
@@ -560,7 +545,7 @@ def _listed_datasets(translation: _Translation, key: str, tree: Tree) -> None:
         base = bases[0] if len(set(bases)) == 1 else "chat"  # which reads conversations and instructions
         if base == "chat" and not {"chat", "instruction"} >= set(bases):
             translation.reject(key, tree, "plain text or pairs are not trained on beside others")
-        translation.set({"extends": base}, tree.location)
+        translation.set({"extends": base} | table["bases"].get(base, {}), tree.location)
     if sets:
         _set_rows(translation, key, tree, sets)
 

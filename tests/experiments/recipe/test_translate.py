@@ -220,6 +220,10 @@ def test_all_keys_known_is_exit_code_0(home: Path, capsys: pytest.CaptureFixture
         ("base_model: flatshift-5m\nrl: grpo\n", "some.yaml:2: rl grpo has no recipe; sft, pt, dpo, ipo, kto"),
         ("base_model: flatshift-5m\nlora_r: many\n", "some.yaml:2: adapter.rank must be a whole number, got 'many'"),
         (
+            "base_model: m\nadapter: lora\nnum_epochs: .inf\nwarmup_steps: 4\ndatasets: [{path: rows.jsonl}]\n",
+            "some.yaml:3: train.epochs must be a finite number, got inf",
+        ),
+        (
             "base_model: flatshift-5m\nadapter: lora\nnum_epochs: '3'\nevals_per_epoch: 2\n",
             "some.yaml:3: train.epochs must be a number, got '3'",
         ),
@@ -317,6 +321,7 @@ def test_a_key_becomes_the_setting(tmp_path: Path, line: str, key: str, value: o
             ":3: datasets.message_property_mappings",
         ),
         ("base_model: m\nadapter: lora\nrl: simpo\n", ":3: cpo_alpha: 1.0, by default (weight of the chosen answer's"),
+        ("base_model: m\nadapter: lora\nrl: simpo\ncpo_alpha:\n", ":4: cpo_alpha: 1.0, by default (weight of the"),
         ("base_model: m\nadapter: lora\nrl: simpo\ncpo_alpha: 0.5\n", ":4: cpo_alpha: 0.5 (weight of the chosen"),
         ("model_name_or_path: m\nstage: dpo\nsimpo_gamma: 0.5\n", ":3: simpo_gamma: 0.5 (this objective has none)"),
         ("model_name_or_path: m\nstage: sft\npref_beta: 0.1\n", ":3: pref_beta: 0.1 (this objective has none)"),
@@ -540,7 +545,7 @@ def test_caps_and_shares_are_those_of_each_source(
         ({"columns": {"prompt": "ask", "response": "reply"}}, "sft", "rename its columns ask and reply to instruction"),
         ({"columns": {"messages": "talk", "images": "pictures"}}, "sft", "columns.images pictures has no counterpart"),
         ({"tags": {"user_tag": "customer"}}, "sft", "tags.user_tag customer is none of user, human"),
-        ({"folder": "part"}, "sft", "folder part has no counterpart; name its files in file_name"),
+        ({"folder": "part"}, "sft", "folder has no counterpart; name its files in file_name"),
         ({"num_samples": "10"}, "sft", FORM),
         ({"columns": ["a"]}, "sft", FORM),
         ({"num_samples": 31}, "sft", "num_samples 31 is above its 30 rows, and would repeat some"),

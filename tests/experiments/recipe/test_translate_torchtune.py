@@ -209,6 +209,11 @@ def test_a_config_of_torchtune_trains(llama: dict[str, Any], tmp_path: Path) -> 
         ({"metric_logger": {"_component_": "torchtune.training.metric_logging.WandBLogger", "project": "zoo"}},
          "tracker", {"kinds": ["wandb"], "project": "zoo"}),
         ({"batch_size_val": "${batch_size}"}, "eval.batch_size", 2),
+        ({"output_dir": "/mine", "checkpointer": {"checkpoint_dir": "${output_dir}/llama", "model_type": "LLAMA3"}},
+         "backbone", "/mine/llama"),
+        ({"output_dir": "/mine", "dataset": {"_component_": "torchtune.datasets.instruct_dataset", "source": "json",
+                                             "data_files": "${output_dir}/${batch_size}.jsonl"}},
+         "data.train.files", ["/mine/2.jsonl"]),
         ({"device": "cpu"}, "train.device", "cpu"),
     ],
 )  # fmt: skip
