@@ -132,7 +132,7 @@ def _evaluation_cost(sizes: BackboneSizes, recipe: Recipe, train: Train, best: L
         train,
         batch_size=max(1, recipe.eval.batch_size // (best.mesh.replicate * best.mesh.dp * best.mesh.cp)),
         rows=_THOUSAND,
-        tokens=_THOUSAND * train.max_length,
+        tokens=_THOUSAND * train.max_length * recipe.task.traits.rows_per_example,
         longest=train.max_length,
         device=kind,
     )

@@ -58,6 +58,7 @@ class Layout:
     flops: float
     """Model FLOPs of a step: 4 per frozen weight and token that it multiplies, plus attention."""
     cluster: Cluster
+    rows: int = 1  # token rows of an example of `train`
 
     @property
     def room(self) -> int | None:
@@ -87,7 +88,7 @@ class Layout:
     @property
     def tokens(self) -> int:
         """Tokens of a step."""
-        return self.train.batch_size * self.train.accumulate * self.train.max_length
+        return self.rows * self.train.batch_size * self.train.accumulate * self.train.max_length
 
     @property
     def mfu(self) -> float:
@@ -198,7 +199,7 @@ def enumerate_layouts(
                 if variant.pp > 1 and variant.reshard is None and 0 < layout.short < 1.1 * layout.needs.gathered:
                     freeing = dataclasses.replace(read, mesh=dataclasses.replace(variant, reshard=True))
                     layout = min(layout, price_layout(freeing, sizes, cluster), key=lambda each: each.order)
-                layout = dataclasses.replace(layout, train=trained)
+                layout = dataclasses.replace(layout, train=trained, rows=settings.task.traits.rows_per_example)
                 key = tuple(getattr(variant, axis) for axis in MESH_AXES)
                 if key not in best or layout.order < best[key].order:
                     best[key] = layout

@@ -519,3 +519,21 @@ def test_a_small_model_waits_for_its_host_and_a_large_one_does_not() -> None:
     rows = [from_override("train.max_length", "4096")]
     large = plan_mesh("language-model", rows, model="llama-3.1-8b", gpus="1xH100-80")
     assert large["layouts"][large["best"]]["seconds"]["host"] == 0
+
+
+def _planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    """The document of a plan of an 8 B Llama on one H100 with recomputed blocks."""
+    steps = ["--train.epochs", "null", "--train.steps", "100", "--checkpointing", "full", "--json"]
+    assert run(["plan", *words, "--model", "llama-3.1-8b", *steps]) == 0
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return document
+
+
+def test_both_answers_of_a_pair_are_tokens_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = ["--train.batch_size", "16", "--train.accumulate", "1", "--train.max_length", "1024"]
+    pairs = _planned(capsys, "preference", *rows, "--task.loss", "orpo")
+    turns = _planned(capsys, "chat", *rows, "--train.batch_size", "32")
+    assert pairs["tokens"] == turns["tokens"] == 100 * 32 * 1024
+    best, same = pairs["layouts"][0], turns["layouts"][0]
+    assert best["batch_size"] * best["accumulate"] == 16 and best["tokens_per_s"] == same["tokens_per_s"]
+    assert pairs["evaluation"]["updates_per_1000_rows"] == pytest.approx(1000 / 16 / 2, rel=0.01)
