@@ -137,6 +137,7 @@ def format_evaluation_plan(
         sizes, task, train, batch_size=max(1, recipe.eval.batch_size // share), rows=sum(map(len, evaluated.values())),
         tokens=sum(map(_count_tokens, evaluated.values())), longest=max(map(find_longest_length, evaluated.values())),
         classes=classes if task.score == "rank" else 0, device=device,
+        regularizer=recipe.regularizer,
     )  # fmt: skip
     whole = task.pack or not len(splits["train"])
     mean = train.max_length if whole else _count_tokens(splits["train"]) / len(splits["train"])

@@ -36,6 +36,7 @@ from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.planner.capacity import Capacity, bits_per_label
 from flatshift.finetune.planner.devices import Cluster
+from flatshift.finetune.planner.footprint import step_passes
 from flatshift.finetune.planner.layouts import step_seconds
 from flatshift.finetune.planner.memory import condense_plan, memory_plan, mesh_plan_lines, plan_lines, token_seconds
 from flatshift.finetune.planner.rules import RuleSettings
@@ -353,11 +354,13 @@ def _predict_step_seconds(
         steps = min(train.steps, _COUNTED_STEPS)
         computed = batches.tokens(steps)[1] / steps
         longest = min(train.max_length, round(computed / train.accumulate))
-        return computed * token_seconds(engine.model, longest, train)
+        repeats, references = step_passes(task, recipe.regularizer)
+        return computed * token_seconds(engine.model, longest, train) * (repeats + references / 2)
     properties = torch.cuda.get_device_properties(engine.device)
     name = find_device(properties.name, properties.total_memory)
     if name is None:
         return None
     cluster = Cluster.parse(f"1x{name}")
     sizes = BackboneSizes.read(open_backbone(recipe.backbone).directory, recipe.adapter).under(task)
-    return step_seconds(sizes, cluster, RuleSettings(recipe.mesh, train, recipe.adapter, task))
+    settings = RuleSettings(recipe.mesh, train, recipe.adapter, task, regularizer=recipe.regularizer)
+    return step_seconds(sizes, cluster, settings)

@@ -135,6 +135,7 @@ def _evaluation_cost(sizes: BackboneSizes, recipe: Recipe, train: Train, best: L
         tokens=_THOUSAND * train.max_length * recipe.task.traits.rows_per_example,
         longest=train.max_length,
         device=kind,
+        regularizer=recipe.regularizer,
     )
     return {
         "rows_at_once": recipe.eval.batch_size,

@@ -350,6 +350,13 @@ def perturbation_bytes(
     return 0
 
 
+def step_passes(task: Task, regularizer: RegularizerConfig) -> tuple[int, int]:
+    """Return a step's forward and backward passes, and its forward passes for a reference, which kto also asks, with
+    and without the adapter, about answers to other prompts."""
+    references = (3 if task.is_unpaired else 1) if task.has_reference else 0
+    return 1 + isinstance(regularizer, SAM | ASAM | LoraSAM), references
+
+
 @dataclass(frozen=True)
 class EvaluationPlan:
     """Cost of evaluating all splits together.
@@ -359,16 +366,18 @@ class EvaluationPlan:
         written: tokens generated one after the other, at most.
         memory: bytes on top of weights and adapter.
         passes: computation, in tokens read.
+        step: computation of an optimizer step, in its tokens read.
     """
 
     read: int
     written: int
     memory: int
     passes: float
+    step: int = _PASSES
 
     def updates(self, tokens: float) -> float:
         """Return the number of optimizer steps of `tokens` tokens that take as long."""
-        return self.passes / (_PASSES * max(tokens, 1))
+        return self.passes / (self.step * max(tokens, 1))
 
     def line(self, rows: str, *, tokens: float, seconds: float | None) -> str:
         """Format in one line. rows: description such as `dev 12, test 16`; tokens, seconds: of one optimizer step."""
@@ -393,6 +402,7 @@ def plan_evaluation(
     longest: int,
     classes: int = 0,
     device: str = "cuda",
+    regularizer: RegularizerConfig | None = None,
 ) -> EvaluationPlan:
     """Estimate the evaluation of `rows` examples with `tokens` tokens in total, the longest with `longest`;
     `batch_size` examples at once on this rank.
@@ -415,9 +425,11 @@ def plan_evaluation(
         caching = batch * classes * (longest * token_cache + sizes.outputs * (4 + width)) + block_bytes
     read = tokens * (1 + (writes or bool(classes)) + task.has_reference)
     steps = -(-rows // batch) * new
+    repeats, references = step_passes(task, regularizer or Plain())
     return EvaluationPlan(
         read=read,
         written=rows * new,
         memory=max(reading, caching),
         passes=read + steps * max(batch * beams, _FEWEST) + rows * classes,
+        step=_PASSES * repeats + references,
     )

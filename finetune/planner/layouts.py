@@ -25,7 +25,7 @@ from ..figures import format_bytes, format_duration
 from ..models.families import block_stacks, find_family, has_expert_plan, is_tried, tensor_plan
 from ..models.quantize import BLOCK
 from .devices import Cluster, Devices, detect_devices
-from .footprint import Footprint, predict_footprint, rows_per_piece
+from .footprint import Footprint, predict_footprint, rows_per_piece, step_passes
 from .rules import RuleSettings, broken_rule, check_settings
 from .sizes import BackboneSizes
 from .throughput import StepLayout, StepSeconds, kernels_per_block, predict_seconds
@@ -267,9 +267,10 @@ def price_layout(settings: RuleSettings, sizes: BackboneSizes, cluster: Cluster)
     piece = rows_per_piece(mesh, rows)
     pieces = train.accumulate * math.ceil(rows / piece)
     blocks, shards = len(sizes.blocks), mesh.dp * mesh.cp
+    repeats, references = step_passes(settings.task, settings.regularizer)
     gathered = 0.0
     if shards > 1 and mesh.zero == 3:
-        times = 2 if mesh.reshards else 1
+        times = (2 if mesh.reshards else 1) * repeats + references
         experts, sharing = blocks * sizes.expert_elements, shards // mesh.ep
         groups = ((sum(sizes.blocks) - experts, shards), (experts / mesh.ep, sharing))
         gathered = times * width * sum(part * (n - 1) / n for part, n in groups) / (mesh.tp * mesh.pp)
@@ -280,7 +281,7 @@ def price_layout(settings: RuleSettings, sizes: BackboneSizes, cluster: Cluster)
     # reduce-scatter to the shards, then all-reduce among their copies
     reduced = (adapter_shards - 1) / adapter_shards + 2 * (copies - 1) / copies / adapter_shards
     sequence = train.max_length // mesh.cp
-    dispatched = 4 * piece * sequence * sizes.hidden * sizes.routed * width
+    dispatched = (4 * repeats + 2 * references) * piece * sequence * sizes.hidden * sizes.routed * width
     share = sizes.routed / max(sizes.experts, 1)  # of the experts that a token meets
     met = sizes.adapter - sizes.expert_adapter * (1 - share)
     products = sizes.products + (sizes.adapter - sizes.expert_adapter) / blocks
@@ -288,7 +289,8 @@ def price_layout(settings: RuleSettings, sizes: BackboneSizes, cluster: Cluster)
         products += sizes.expert_elements * (adapter.experts / max(piece * sequence, 1) + share / 2)
     kernels = 0.0
     if cluster.kind == "cuda" and not train.compile:  # torch.compile fuses most of them
-        kernels = kernels_per_block(len(sizes.layers) / max(blocks, 1), recompute=train.checkpointing)
+        kernels = kernels_per_block(len(sizes.layers) / max(blocks, 1), recompute=train.checkpointing) * repeats
+        kernels += 36 * references
     work = StepLayout(
         layers=blocks, hidden=sizes.hidden, heads=sizes.heads, products=products, head=sizes.outputs * sizes.hidden,
         sequence=sequence, rows=piece, micro=pieces, tp=mesh.tp, pp=mesh.pp,
@@ -296,9 +298,9 @@ def price_layout(settings: RuleSettings, sizes: BackboneSizes, cluster: Cluster)
         sequence_parallel=mesh.sequence_parallel, gathered=gathered, gathered_inside=shards * mesh.tp <= cluster.node,
         reduced=4 * sizes.adapter / (mesh.tp * mesh.pp) * reduced, reduced_inside=cluster.count <= cluster.node,
         tp_inside=mesh.tp <= cluster.node, exchanged=dispatched * (mesh.ep - 1) / mesh.ep,
-        exchanged_inside=mesh.ep * mesh.tp <= cluster.node, kernels=kernels,
+        exchanged_inside=mesh.ep * mesh.tp <= cluster.node, kernels=kernels, repeats=repeats, references=references,
     )  # fmt: skip
-    tokens = train.batch_size * train.accumulate * train.max_length
+    tokens = train.batch_size * train.accumulate * train.max_length * repeats
     attention = 12 * train.max_length * sizes.hidden * blocks
     flops = tokens * (4 * (blocks * sizes.products + work.head) + 6 * met + attention)
     needs = predict_footprint(

@@ -112,6 +112,8 @@ class StepLayout:
     exchanged_inside: bool = True
     kernels: float = 0.0
     """Kernels launched per block and micro-batch, none of them fused; 0: the host is the device, or they are fused."""
+    repeats: int = 1  # forward and backward passes over a micro-batch
+    references: int = 0  # forward passes beside them
 
 
 @dataclass(frozen=True)
@@ -140,8 +142,11 @@ def predict_seconds(
 ) -> StepSeconds:
     """Predict the seconds of one step. network: bytes/s of one device between nodes."""
     b, s, h, t, p = work.rows, work.sequence, work.hidden, work.tp, work.pp
-    passes = (3 if work.whole else 2) + (work.recompute == "full")
-    core = 4 * b * s * s * h * (3 if work.recompute == "none" else 4)  # selective recomputes the attention scores, too
+    repeats, references = work.repeats, work.references
+    once = (3 if work.whole else 2) * repeats + references
+    passes = once + (work.recompute == "full") * repeats
+    # selective recomputes the attention scores, too
+    core = 4 * b * s * s * h * ((3 if work.recompute == "none" else 4) * repeats + references)
     multiplied = 2 * work.products * b * s * passes + core
     layers = math.ceil(work.layers / p)  # of the fullest stage, which all others wait for
     products = layers * multiplied / t / (device.flops * constants.products)
@@ -149,12 +154,12 @@ def predict_seconds(
     saved = (34 / t if work.sequence_parallel else 10 + 24 / t) + scores
     elements = layers * constants.elements * b * s * h * saved * passes / device.bandwidth
     elements *= constants.eager if work.kernels else 1.0
-    reduces = 6 if work.recompute == "full" else 4
+    reduces = (6 if work.recompute == "full" else 4) * repeats + 2 * references
     inner = device.link * constants.fast_link
     tensor = (
         0.0 if t == 1 else layers * reduces * 2 * (t - 1) / t * 2 * b * s * h / (inner if work.tp_inside else network)
     )
-    head = (6 if work.whole else 4) * b * s * work.head / t / (device.flops * constants.products)
+    head = 2 * once * b * s * work.head / t / (device.flops * constants.products)
     exchange = layers * work.exchanged / (inner if work.exchanged_inside else network)
     head /= 1 if p == 1 else max(1.0, p / 2)
     stage = products + elements + tensor + exchange + head
@@ -163,7 +168,7 @@ def predict_seconds(
         gather = work.gathered / (inner if work.gathered_inside else network * constants.shards)
         gathers = (stage**_OVERLAP + gather**_OVERLAP) ** (1 / _OVERLAP) - stage
     host = max(0.0, layers * work.kernels * constants.launch - stage - gathers)
-    sent = 0.0 if p == 1 else 2 * work.virtual * 2 * b * s * h * 2 / t / network
+    sent = 0.0 if p == 1 else 2 * work.virtual * 2 * b * s * h * 2 * repeats / t / network
     return StepSeconds(
         products=products * work.micro,
         elements=elements * work.micro,

@@ -537,3 +537,27 @@ def test_both_answers_of_a_pair_are_tokens_of_a_step(capsys: pytest.CaptureFixtu
     best, same = pairs["layouts"][0], turns["layouts"][0]
     assert best["batch_size"] * best["accumulate"] == 16 and best["tokens_per_s"] == same["tokens_per_s"]
     assert pairs["evaluation"]["updates_per_1000_rows"] == pytest.approx(1000 / 16 / 2, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "ratio"),
+    [
+        ("preference", ["--task.loss", "dpo"], 4 / 3),  # forward, recomputed, backward, and the reference's forward
+        ("preference", ["--task.loss", "kto"], 6 / 3),  # and two about answers to other prompts
+        ("chat", ["--regularizer.kind", "sam"], 2),
+        ("chat", ["--regularizer.kind", "lora-sam"], 2),
+        ("chat", ["--regularizer.kind", "asam"], 2),
+        ("chat", ["--regularizer.kind", "msam"], 1),
+    ],
+)
+def test_a_step_takes_as_long_as_all_its_passes(
+    recipe: str, words: list[str], ratio: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = ["--train.batch_size", "1", "--train.accumulate", "8", "--train.max_length", "1024"]
+    plain = _planned(capsys, recipe, *rows, *(["--task.loss", "orpo"] if recipe == "preference" else []))["layouts"][0]
+    found = _planned(capsys, recipe, *rows, *words)["layouts"][0]
+    assert found["accumulate"] == plain["accumulate"] and found["tokens_per_s"] < plain["tokens_per_s"] * 1.001
+    for cause in ("products", "elements"):
+        assert found["seconds"][cause] == pytest.approx(ratio * plain["seconds"][cause], rel=0.01)
+    forward = {"dpo": 1.5, "kto": 2.5}.get(words[-1], ratio)  # nothing of the head is recomputed
+    assert found["seconds"]["head"] == pytest.approx(forward * plain["seconds"]["head"], rel=0.01)

@@ -13,6 +13,7 @@ from flatshift.finetune.models.anatomy import cache_argument
 from flatshift.finetune.planner.footprint import EvaluationPlan, plan_evaluation
 from flatshift.finetune.planner.sizes import BackboneSizes
 from flatshift.finetune.tasks import Chat, Classify, Completion, LanguageModel, Preference, Task
+from flatshift.regularizers.config import SAM
 from tests.support.data_models import tiny_model
 
 TRAIN = Train(precision="fp32")
@@ -48,6 +49,8 @@ def test_what_an_evaluation_takes() -> None:
     assert head.memory < read.memory
 
     assert read.updates(75) == 1.0
+    assert planned(sizes, Preference()).updates(100) == 1.0  # as is a step, whose reference is a third pass
+    assert planned(sizes, LanguageModel(), regularizer=SAM()).updates(75) == 0.5
     line = written.line("test 10", tokens=75, seconds=2.0)
     assert line.startswith(
         "evaluation: rows of test 10: 300 tokens are read and at most 5,120 written, about as long as"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from flatshift.finetune.planner.throughput import find_device
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.finetune.train import peak_memory
 from flatshift.finetune.train.peak_memory import PlannedStep, StepMemoryMeter
+from flatshift.regularizers.config import ASAM
 from tests.cli.test_train_contract import SMALL
 from tests.support.commands import flags
 
@@ -159,6 +161,20 @@ def test_seconds_are_those_of_plan_or_nothing():
     assert step_seconds(sizes, cluster, long) is None
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "value", "passes"),
+    [("language-model", "regularizer.kind", "lora-sam", 2), ("preference", "task.loss", "ipo", 1.5)],
+)
+def test_a_cpu_is_timed_for_all_passes_of_a_step(name, key, value, passes, monkeypatch):
+    from flatshift.experiments.recipe import from_override, load_recipe
+
+    monkeypatch.setattr(workflow, "token_seconds", lambda model, tokens, train: 0.5)
+    engine = SimpleNamespace(device=torch.device("cpu"), model=None)
+    batches = SimpleNamespace(tokens=lambda steps: (0, 64 * steps))
+    recipe = load_recipe(name, [from_override(key, value)]).recipe
+    assert workflow._predict_step_seconds(recipe, recipe.task, Train(), engine, batches) == 32 * passes
+
+
 def test_a_known_device_has_its_time_predicted(monkeypatch, tmp_path):
     from flatshift.experiments.recipe import load_recipe
 
@@ -169,5 +185,7 @@ def test_a_known_device_has_its_time_predicted(monkeypatch, tmp_path):
     train = Train(precision="bf16", max_length=64)
     found = workflow._predict_step_seconds(recipe, recipe.task, train, engine, None)
     assert found is not None and 0 < found < 1
+    twice = dataclasses.replace(recipe, regularizer=ASAM())
+    assert workflow._predict_step_seconds(twice, recipe.task, train, engine, None) == pytest.approx(2 * found)
     about.name = "Somebody's accelerator"
     assert workflow._predict_step_seconds(recipe, recipe.task, train, engine, None) is None
