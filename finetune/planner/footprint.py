@@ -43,8 +43,10 @@ if TYPE_CHECKING:
 _LOGITS_BYTES = 1 << 30  # upper bound on the bytes of logits in evaluation (`flatshift.finetune.evaluate.perplexity`)
 _PACKED_BYTES = {"nf4": 0.5 + 4 / 64, "nf4-double": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
 """Bytes per value of a quantised block, scales included."""
-_STATE_BYTES = 16
-"""Bytes per adapter parameter: weight, gradient, two moments, and the master of a bf16 adapter."""
+_STATE_BYTES = 8
+"""Bytes per adapter parameter: weight and gradient, and the master of a bf16 adapter."""
+_MOMENT_BYTES = {"lora-muon": 4, "adamw-8bit": 2 + 8 / 256, "gauss-newton": 0}
+"""Bytes of moments per adapter parameter; paged ones are in host memory, and two moments in float32 take 8."""
 _ROW, _COLUMN = 40, 16
 """Bytes per row of a GGPO layer: its owner and the key of its signs (int64), row norm, averaged gradient and its form,
 two shares of power, and scale (float32); per column: the keys of its signs in noise and probe columns (int64)."""
@@ -98,7 +100,7 @@ def predict_footprint(
         device: kind of device, which sets how many logits are computed at once.
         packed: True if rows hold several examples, which a CPU separates by a dense mask.
         regularizer: the regularizer whose state is included; None: none.
-        optimizer: its kind; lora-muon has one moment of an adapter.
+        optimizer: its kind, which sets the bytes of moments.
     """
     width = WIDTHS[train.precision]
     weight_width = 2 if train.backbone_precision == "bf16" else width
@@ -129,8 +131,8 @@ def predict_footprint(
         activations += block_experts * (1 if train.checkpointing == "full" else layers)
     if packed and device == "cpu":
         activations += int(mask_bytes(layers, train) * sequences)
-    state_bytes = _STATE_BYTES - (4 if optimizer == "lora-muon" else 0)
-    state = state_bytes * backbone.adapter // (mesh.pp * adapter_shards)
+    moments = 0 if optimizer.startswith("paged") else _MOMENT_BYTES.get(optimizer, 8)
+    state = int((_STATE_BYTES + moments) * backbone.adapter) // (mesh.pp * adapter_shards)
     # the gradient of the largest of their two maps, from which those of A and B are computed
     work = max(work_bytes(backbone, mesh, adapter, train, rows, device), block_experts * 2 // 3)
     if mesh.pp == 1 and train.accumulate == 1:  # gradients grow while activations are freed

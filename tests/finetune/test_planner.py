@@ -561,3 +561,17 @@ def test_a_step_takes_as_long_as_all_its_passes(
         assert found["seconds"][cause] == pytest.approx(ratio * plain["seconds"][cause], rel=0.01)
     forward = {"dpo": 1.5, "kto": 2.5}.get(words[-1], ratio)  # nothing of the head is recomputed
     assert found["seconds"]["head"] == pytest.approx(forward * plain["seconds"]["head"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved"),
+    [("riemannian", 0), ("adamw-8bit", 6 - 8 / 256), ("paged-adamw", 8), ("paged-adamw-8bit", 8)],
+)
+def test_moments_take_what_their_optimizer_keeps_on_the_device(
+    kind: str, saved: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = ["--train.batch_size", "8", "--adapter.rank", "256"]
+    plain = _planned(capsys, "chat", *rows)
+    found = _planned(capsys, "chat", *rows, "--optimizer.kind", kind)
+    before, after = (document["layouts"][0]["bytes"]["adapter"] for document in (plain, found))
+    assert before == 16 * plain["trained"] and before - after == pytest.approx(saved * plain["trained"], abs=1)

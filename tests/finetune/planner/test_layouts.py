@@ -114,10 +114,21 @@ def test_the_estimate_is_what_a_run_counts(precision: str) -> None:
     assert guess.weights == pytest.approx(counted.backbone, rel=1e-4)
     assert guess.adapter == counted.adapter + counted.gradients + counted.optimizer
     assert guess.activations == pytest.approx(counted.activations, rel=0.06)
-    sizes, kind = BackboneSizes.read(directory, adapter), "lora-muon"
-    guess = predict_footprint(sizes, mesh=Mesh(), adapter=adapter, train=train, optimizer=kind)
-    counted = memory_plan(model, train=train, kind=kind)
-    assert guess.adapter == counted.adapter + counted.gradients + counted.optimizer
+    sizes = BackboneSizes.read(directory, adapter)
+    for kind in ("lora-muon", "riemannian", "gauss-newton"):
+        guess = predict_footprint(sizes, mesh=Mesh(), adapter=adapter, train=train, optimizer=kind)
+        counted = memory_plan(model, train=train, kind=kind)
+        assert guess.adapter == counted.adapter + counted.gradients + counted.optimizer
+
+
+def test_moments_in_eight_bits_are_what_a_run_counts(small: Path) -> None:
+    from flatshift.finetune.planner.memory import optimizer_bytes
+
+    sizes = BackboneSizes.read(small, LORA)
+    factors = {f"{i}.lora_{'BA'[side]}.": 16 * layer[side] for i, layer in enumerate(sizes.layers) for side in (0, 1)}
+    assert sum(factors.values()) == sizes.adapter
+    guess = predict_footprint(sizes, mesh=Mesh(), adapter=LORA, train=Train(batch_size=1), optimizer="adamw-8bit")
+    assert guess.adapter == 8 * sizes.adapter + optimizer_bytes(factors, "adamw-8bit")
 
 
 def test_a_pipeline_is_planned_by_the_cut_that_it_gets(tmp_path: Path) -> None:
