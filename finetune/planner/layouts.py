@@ -206,6 +206,8 @@ def enumerate_layouts(
     if not best:
         # a broken rule, if there is one, is the better message
         check_settings(dataclasses.replace(settings, mesh=requested))
+        if meshes := [*enumerate_meshes(requested, cluster.count, free)]:
+            check_settings(*(dataclasses.replace(settings, mesh=mesh) for mesh in meshes))
         raise UserError(
             f"no mesh of {cluster.count} devices goes with {rows} rows per step, {sizes.heads} heads in "
             f"{sizes.groups} groups and {len(sizes.blocks)} blocks; raise train.batch_size or train.accumulate to a "

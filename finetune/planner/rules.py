@@ -214,14 +214,14 @@ _ROWS: tuple[_Row, ...] = (
 RULES = tuple(CompatibilityRule(*row) for row in _ROWS)
 
 
-def broken_rule(settings: RuleSettings) -> CompatibilityRule | None:
-    """Return the first rule that `settings` break; None if they break none."""
-    return next((rule for rule in RULES if rule.broken(settings)), None)
+def broken_rule(*settings: RuleSettings) -> CompatibilityRule | None:
+    """Return the first rule that all of `settings` break; None if there is none."""
+    return next((rule for rule in RULES if all(map(rule.broken, settings))), None)
 
 
-def check_settings(settings: RuleSettings) -> None:
-    """Raise UserError for the first rule that `settings` break, with what, why and the nearest valid setting."""
-    rule = broken_rule(settings)
+def check_settings(*settings: RuleSettings) -> None:
+    """Raise UserError for the first rule that all of `settings` break, with what, why and the nearest valid setting."""
+    rule = broken_rule(*settings)
     if rule is not None:
         verb = "needs" if rule.kind == REQUIRES else "does not go with"
         raise UserError(f"{rule.setting} {verb} {rule.other}: {rule.why}; {rule.fix}")

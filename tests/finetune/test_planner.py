@@ -163,6 +163,10 @@ def test_clusters_are_read() -> None:
         (["--model", "nowhere-7b"], "nowhere-7b"),
         (["--price", "-1"], "above 0"),
         (["--gpus", "7xT4"], "no mesh of 7 devices"),
+        (["--gpus", "8xT4", "--optimizer.kind", "adamw-8bit"], "paged-adamw-8bit or gauss-newton needs one rank"),
+        (["--gpus", "8xT4", "--adapter.init", "pissa"], "adapter.init other than default needs one rank"),
+        (["--gpus", "8xT4", "--mesh.dp", "2", "--regularizer.kind", "sam"], "regularizer.kind: sam does not go with s"),
+        (["--gpus", "7xT4", "--regularizer.kind", "sam"], "no mesh of 7 devices"),
         (["--mesh.tp", "3"], "nearest that does: 2"),
     ],
 )
