@@ -255,6 +255,7 @@ def mesh_flags(recipe: Recipe, *, set_axes: Collection[str] | None = None) -> li
             adapter=recipe.adapter,
             train=recipe.train,
             task=recipe.task,
+            optimizer=recipe.optimizer,
             regularizer=recipe.regularizer,
             batch_sizes=[] if recipe.warmup is None else [recipe.warmup.batch_size],
             processes=processes,

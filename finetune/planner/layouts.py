@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatshift.regularizers.config import RegularizerConfig
 
-from ..config import MESH_AXES, WIDTHS, Adapter, Mesh, Train
+from ..config import MESH_AXES, WIDTHS, Adapter, Mesh, Optimizer, Train
 from ..errors import UserError
 from ..figures import format_bytes, format_duration
 from ..models.families import block_stacks, find_family, has_expert_plan, is_tried, tensor_plan
@@ -396,6 +396,7 @@ def resolve_mesh(
     adapter: Adapter,
     train: Train,
     task: Task,
+    optimizer: Optimizer,
     regularizer: RegularizerConfig,
     batch_sizes: Sequence[int] = (),
     processes: int | None = None,
@@ -425,7 +426,7 @@ def resolve_mesh(
     # the cores of one machine share its memory, so there only a limit per process calls for shards
     growing = ("dp",) if processes is None and devices.kind == "cpu" else ("replicate", "dp", "tp", "pp")
     free = [axis for axis in growing if getattr(mesh, axis) == 1]
-    settings = RuleSettings(mesh, dataclasses.replace(train, batch_size=rows), adapter, task, regularizer=regularizer)
+    settings = RuleSettings(mesh, dataclasses.replace(train, batch_size=rows), adapter, task, optimizer, regularizer)
     counts = [processes] if processes is not None else range(mesh.size, max(devices.count, mesh.size) + 1)
     options = [
         variant

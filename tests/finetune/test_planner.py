@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from flatshift.cli import run
 from flatshift.experiments.recipe import from_override
 from flatshift.experiments.workflows.mesh_plan import plan_mesh
-from flatshift.finetune.config import Adapter, Mesh, Train
+from flatshift.finetune.config import Adapter, Mesh, Optimizer, Train
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.planner import calibration
 from flatshift.finetune.planner.devices import Cluster, Devices
@@ -373,7 +373,8 @@ def test_auto_divides_experts_where_that_is_faster(tmp_path: Path) -> None:
     config |= {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000, "num_experts_per_tok": 2}
     folder = _weightless(tmp_path / "mixtral", config)
     train = Train(precision="bf16", batch_size=8, max_length=512, checkpointing="full")
-    settings: dict[str, Any] = {"adapter": Adapter(), "train": train, "task": LanguageModel(), "regularizer": Plain()}
+    settings: dict[str, Any] = {"adapter": Adapter(), "train": train, "task": LanguageModel()}
+    settings |= {"regularizer": Plain(), "optimizer": Optimizer()}
     devices = Devices("cuda", 8, 78 * 2**30, row="H100-80")
     mesh, reasons = resolve_mesh(Mesh(auto=True, tp=1), backbone=folder, devices=devices, **settings)
     assert mesh.ep > 1 and any(f"ep {mesh.ep}: a step is predicted to take" in reason for reason in reasons)

@@ -82,3 +82,16 @@ def test_deciding_needs_no_torch() -> None:
     code = "from flatshift import commands; import sys, flatshift.experiments.recipe.auto as _; "
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("kind", "chosen"), [("adamw", {"tp": 2}), ("lora-muon", {"pp": 2})])
+def test_the_mesh_goes_with_the_optimizer(
+    kind: str, chosen: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(spawn, "spawn", lambda command, **more: started.append(command) or 0)
+    monkeypatch.setattr(layouts, "detect_devices", lambda device: Devices("cuda", 2, 0))  # nothing fits
+    command = ["train", "language-model", "--out", str(tmp_path / "run"), "--mesh.auto", "true"]
+    command += ["--optimizer.kind", kind, "--train.batch_size", "1"]
+    assert run(command) == 0
+    assert axes(started[0][2 + len(command) :]) == chosen

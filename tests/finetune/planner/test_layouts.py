@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flatshift.finetune import assets
-from flatshift.finetune.config import MESH_AXES, Adapter, Mesh, Train
+from flatshift.finetune.config import MESH_AXES, Adapter, Mesh, Optimizer, Train
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.planner import devices as planner_devices
 from flatshift.finetune.planner.devices import Devices, visible_memory
@@ -77,6 +77,7 @@ def pick(backbone: Path, *, mesh: Mesh | None = None, adapter: Adapter = LORA, *
     asked = mesh or Mesh(auto=True)
     regularizer = more.pop("regularizer", Plain())
     settings = {"adapter": adapter, "train": train, "task": LanguageModel(), "regularizer": regularizer}
+    settings["optimizer"] = more.pop("optimizer", Optimizer())
     chosen, reasons = resolve_mesh(asked, backbone=backbone, **settings, **more)
     assert not chosen.auto
     check_settings(RuleSettings(chosen, **settings))
