@@ -239,6 +239,8 @@ def check_supported(sizes: BackboneSizes, settings: RuleSettings) -> None:
     adapter, longest = settings.adapter, settings.train.max_length
     if uncounted := [name for name in _UNCOUNTED if getattr(adapter, name) is not None]:
         raise UserError(f"plan: adapter.{uncounted[0]} is not counted yet; it knows LoRA alone, so leave that out")
+    if (last := max(adapter.layers or (0,))) >= (count := len(sizes.blocks)):
+        raise UserError(f"adapter.layers: there is no block {last}; this backbone has {count}, from 0 to {count - 1}")
     if not sizes.adapter:
         raise UserError(f"adapter.targets: {adapter.targets!r} names no linear layer of {sizes.kind}; take all-linear")
     if sizes.positions is not None and longest > sizes.positions:

@@ -167,6 +167,8 @@ def test_clusters_are_read() -> None:
         (["--gpus", "8xT4", "--adapter.init", "pissa"], "adapter.init other than default needs one rank"),
         (["--gpus", "8xT4", "--mesh.dp", "2", "--regularizer.kind", "sam"], "regularizer.kind: sam does not go with s"),
         (["--gpus", "7xT4", "--regularizer.kind", "sam"], "no mesh of 7 devices"),
+        (["--adapter.layers", "99"], "adapter.layers: there is no block 99; this backbone has 6, from 0 to 5"),
+        (["--adapter.layers", "[5, 6]"], "adapter.layers: there is no block 6; this"),
         (["--mesh.tp", "3"], "nearest that does: 2"),
     ],
 )
