@@ -41,6 +41,8 @@ def run(argv: list[str]) -> int:
         raise UserError(f"recipes {flags.action} writes no file {flags.to}; leave it out")
     if flags.out is not None and flags.action != "from":
         raise UserError("--out is of `recipes from`; `recipes copy NAME FILE` copies a recipe")
+    if flags.json and flags.action in ("show", "copy"):
+        raise UserError(f"--json is of `recipes list` and `recipes from`; leave it out of recipes {flags.action}")
     if flags.action == "list":
         entries = _list_entries(flags.name or "")
         print_result(entries, "\n".join(_list_lines(entries)), as_json=flags.json)

@@ -32,6 +32,8 @@ def run(argv: list[str]) -> int:
         raise UserError("report needs a DIRECTORY: a run, selection, sweep or study, or a folder of several")
     if flags.out is not None and flags.out.is_dir():
         raise UserError(f"--out {flags.out} is a directory; name an HTML file, for example {flags.out / 'report.html'}")
+    if flags.out is not None and flags.out.suffix.lower() not in ("", ".html", ".htm"):
+        raise UserError(f"--out {flags.out}: a report is an HTML page; name it {flags.out.with_suffix('.html')}")
     from flatshift.experiments.report.page import build_report
     from flatshift.experiments.report.side_by_side import metric_lines
     from flatshift.experiments.results.run import find_runs

@@ -88,10 +88,13 @@ def test_help_is_quick() -> None:
         (["sweep", "double-descent", "--out", "s", "--grid", "adapter.rank"], "key=v1"),
         (["sweep", "double-descent", "--out", "s", "--grid", "adapter.rank=1,x"], "whole number"),
         (["recipes", "show", "wamup"], "'warmup'"),
+        (["recipes", "show", "warmup", "--json"], "--json is of `recipes list` and `recipes from`"),
+        (["recipes", "copy", "warmup", "r.yaml", "--json"], "leave it out of recipes copy"),
         (["eval", "nowhere"], "not a run directory"),
         (["report", "nowhere"], "nowhere"),
         (["report"], "needs a DIRECTORY"),
         (["report", "nowhere", "--out", "."], "name an HTML file"),
+        (["report", "nowhere", "--out", "page.pdf"], "a report is an HTML page; name it page.html"),
         (["train", "--resume", "nowhere"], "not a run directory"),
     ],
 )
