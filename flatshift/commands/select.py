@@ -60,8 +60,8 @@ class Flags:
     """Number of processes on this machine among which the passes over the pool are divided, one thread each (gotd);
     under torchrun, its processes are used. The selection does not depend on the number."""
     on: str | None = None
-    """Run the passes over the pool by shards, on local[:WORKERS], slurm[:PARTITION] or ray[:ADDRESS] (classifier, dsir,
-    gotd, knn, moore-lewis). The selection is the same."""
+    """Run the passes over the pool by shards, on local[:WORKERS], slurm[:PARTITION] or ray[:ADDRESS] (classifier,
+    cynical, dsir, gotd, knn, moore-lewis). The selection is the same."""
     seed: int | None = None
     """Seed of every random draw."""
     text_column: str | None = None

@@ -132,6 +132,14 @@ def test_the_help_of_train_lists_every_key_once(capsys) -> None:
     assert {"train.steps", "adapter.rank", "select.method.epsilon", "backbone"} <= set(listed)
 
 
+def test_the_help_of_select_names_every_method_that_is_divided(capsys) -> None:
+    from flatshift.cli import run
+    from flatshift.experiments.select.stages import METHODS
+
+    assert run(["select", "--help"]) == 0
+    assert f"({', '.join(METHODS)})" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
 def test_every_last_word_of_a_key_finds_that_key() -> None:
     from flatshift.experiments.recipe.schema import dotted_keys, find_keys_ending_with
 
