@@ -135,16 +135,10 @@ def read_splits(recipe: Recipe) -> SplitRows:
         elif split in assignment.apart:
             rows[split] = [train[i] for i in assignment.apart[split]]
     return SplitRows(
-        [train[i] for source in assignment.train for i in source],
-        rows["dev"],
-        rows["test"],
-        skipped,
-        records,
-        names,
-        sizes=[len(source) for source in assignment.train],
-        pool=[train[i] for i in assignment.pool],
+        [train[i] for source in assignment.train for i in source], rows["dev"], rows["test"], skipped, records, names,
+        sizes=[len(source) for source in assignment.train], pool=[train[i] for i in assignment.pool],
         notes=() if cut is None else (describe_cut(cut, data.holdout),),
-    )
+    )  # fmt: skip
 
 
 def describe_cut(cut: Mapping[Split, Sequence[Row]], share: float) -> str:

@@ -250,17 +250,10 @@ def mesh_flags(recipe: Recipe, *, set_axes: Collection[str] | None = None) -> li
             processes = int(os.environ["WORLD_SIZE"])
             node = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
         mesh, reasons = resolve_mesh(
-            requested,
-            backbone=find_backbone_directory(recipe.backbone),
-            adapter=recipe.adapter,
-            train=recipe.train,
-            task=recipe.task,
-            optimizer=recipe.optimizer,
-            regularizer=recipe.regularizer,
-            batch_sizes=[] if recipe.warmup is None else [recipe.warmup.batch_size],
-            processes=processes,
-            node=node,
-        )
+            requested, backbone=find_backbone_directory(recipe.backbone), adapter=recipe.adapter, train=recipe.train,
+            task=recipe.task, optimizer=recipe.optimizer, regularizer=recipe.regularizer,
+            batch_sizes=[] if recipe.warmup is None else [recipe.warmup.batch_size], processes=processes, node=node,
+        )  # fmt: skip
         print("\n".join(reasons), file=sys.stderr, flush=True)
         text = json.dumps(axis_flags(mesh))
     return json.loads(consistency.broadcast_from_main("mesh", text))

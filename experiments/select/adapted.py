@@ -157,15 +157,9 @@ def train_loss_gap(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> 
         precision="fp32", device=recipe.train.device,
     )  # fmt: skip
     batches = TrainingDataLoader(
-        examples,
-        task=LANGUAGE,
-        batch_size=size,
-        accumulate=1,
-        seed=derive_seed(seed, "order"),
-        max_length=settings.max_length,
-        pad_id=get_pad_token_id(tokenizer),
-        group=train.group,
-    )
+        examples, task=LANGUAGE, batch_size=size, accumulate=1, seed=derive_seed(seed, "order"),
+        max_length=settings.max_length, pad_id=get_pad_token_id(tokenizer), group=train.group,
+    )  # fmt: skip
     with temporary_directory("flatshift-gap-") as folder:
         stage = TrainingStage(
             name="loss gap", task=LANGUAGE, batches=batches, dev=[], optimizer=Optimizer(lr=settings.lr), train=train,

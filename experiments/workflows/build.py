@@ -100,16 +100,10 @@ def evaluate_split(
     )
     with watch(f"evaluating {split}", len(examples)) as heartbeat:
         return evaluate(
-            engine.eval_model,
-            tokenizer,
-            examples,
-            task=task,
-            config=recipe.eval,
-            inference=dataclasses.replace(inference, heartbeat=heartbeat),
-            label_names=label_names,
-            seed=derive_seed(recipe.train.seed, "bootstrap", split),
-            **outputs,
-        )
+            engine.eval_model, tokenizer, examples, task=task, config=recipe.eval,
+            inference=dataclasses.replace(inference, heartbeat=heartbeat), label_names=label_names,
+            seed=derive_seed(recipe.train.seed, "bootstrap", split), **outputs,
+        )  # fmt: skip
 
 
 def evaluate_splits(

@@ -111,15 +111,9 @@ def export_run(
             if expected is not None:
                 (comparison,) = compare_folder(run, expected, [Folder(temporary, exact=True, adapter=True)])
             card = build_card(
-                path,
-                recipe,
-                tokenizer=tokenizer,
-                labels=run.labels,
-                base_model=base_model,
-                license=license,
-                added=[(run_title(saved.path), weight) for saved, weight in added],
-                rank=settings.get("r"),
-            )
+                path, recipe, tokenizer=tokenizer, labels=run.labels, base_model=base_model, license=license,
+                added=[(run_title(saved.path), weight) for saved, weight in added], rank=settings.get("r"),
+            )  # fmt: skip
             write_text(temporary / "README.md", card)
         return comparison
 

@@ -277,17 +277,11 @@ class _ColumnTable:
         values: dict[str, Any] = {column: self._list(column, i) for column in lists}
         values |= {column: self._number(column, i) for column in ("bytes", "gold", "stop")}
         return Example(
-            ids,
-            self._labels(i),
-            name,
-            place if file < 0 else self.paths[file] + place,
-            choices=self._indexed("choices", self._choices, i),
-            answer=self._text("answer", i),
-            units=self._indexed("units", self.units, i),
-            desirable=None if desirable is None else bool(desirable),
-            features=self._features(i),
-            **values,
-        )
+            ids, self._labels(i), name, place if file < 0 else self.paths[file] + place,
+            choices=self._indexed("choices", self._choices, i), answer=self._text("answer", i),
+            units=self._indexed("units", self.units, i), desirable=None if desirable is None else bool(desirable),
+            features=self._features(i), **values,
+        )  # fmt: skip
 
 
 class ColumnarExamples(Sequence[Example]):

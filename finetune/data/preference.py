@@ -282,15 +282,9 @@ def _build_example(row: Row, sides: Sequence[Ids], size: int, desirable: bool | 
     (ids, labels), *second = sides
     rejected_ids, rejected_labels = second[0] if second else (None, None)
     return Example(
-        ids,
-        labels,
-        row.id,
-        row.where,
-        size,
-        rejected_ids=rejected_ids,
-        rejected_labels=rejected_labels,
+        ids, labels, row.id, row.where, size, rejected_ids=rejected_ids, rejected_labels=rejected_labels,
         desirable=desirable,
-    )
+    )  # fmt: skip
 
 
 def swap_answers(row: Row) -> Row:

@@ -239,15 +239,9 @@ class Engine:
         scale = self.gradient_scale * self.loss_scale
         if self.runner is not None:
             total = self.runner.forward_backward(
-                micros,
-                count,
-                task=task,
-                head=head,
-                context=context,
-                scale=scale,
-                heartbeat=self.heartbeat,
+                micros, count, task=task, head=head, context=context, scale=scale, heartbeat=self.heartbeat,
                 dropout_context=self.dropout_context,
-            )
+            )  # fmt: skip
         else:
             total = torch.zeros((), device=self.device)
             rows = max(len(micro.labels) for micro in micros)

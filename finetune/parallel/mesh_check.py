@@ -214,16 +214,10 @@ class SmallCase:
         if task.traits.masks_tokens:
             masking = Masking(vocabulary - 1, np.arange(vocabulary // 2))
         return TrainingDataLoader(
-            list(_examples(task, self.train.batch_size, vocabulary, len(self.label_names or ()))),
-            task=task,
-            batch_size=self.train.batch_size,
-            seed=_SEED,
-            max_length=_LENGTH,
-            pad_id=getattr(config, "pad_token_id", None) or 0,
-            share=share,
-            multiple=multiple,
-            masking=masking,
-        )
+            list(_examples(task, self.train.batch_size, vocabulary, len(self.label_names or ()))), task=task,
+            batch_size=self.train.batch_size, seed=_SEED, max_length=_LENGTH,
+            pad_id=getattr(config, "pad_token_id", None) or 0, share=share, multiple=multiple, masking=masking,
+        )  # fmt: skip
 
 
 def _first_value(name: str, value: Tensor) -> Tensor:

@@ -315,15 +315,9 @@ def _faceted_chart(direction: AxisAnalysis, lines: Sequence[Series], name: str, 
         series = [LineSeries(line.name, line.token, curve) for line, curve in zip(lines, curves, strict=True)]
         panels.append((formats.setting(setting), series))
     return facet_chart(
-        panels,
-        direction.axis,
-        columns=3 if len(panels) > 4 else 2,
-        y=y,
-        name=name,
-        title=title,
-        caption="Means over seeds; bands: 95 % t-intervals.",
-        linear=True,
-    )
+        panels, direction.axis, columns=3 if len(panels) > 4 else 2, y=y, name=name, title=title,
+        caption="Means over seeds; bands: 95 % t-intervals.", linear=True,
+    )  # fmt: skip
 
 
 def _random_cell_section(data: SweepData) -> Section:

@@ -214,16 +214,10 @@ def capacity_charts(data: SweepData, axis: str, analysis: SweepAnalysis) -> tupl
             if capacity is measures[0]:
                 column, measure, _ = capacity
                 along = curve_chart(
-                    data,
-                    axis,
-                    setting,
-                    [Series(column, "purple", "mean")],
-                    name=f"sweep-capacity-along-{number}",
-                    title=f"{measure.capitalize()} along {formats.axis_name(axis)}",
-                    unit=measure,
-                    crossing=analysis.crossing(axis, setting),
-                    epsilon=data.epsilon,
-                )
+                    data, axis, setting, [Series(column, "purple", "mean")], name=f"sweep-capacity-along-{number}",
+                    title=f"{measure.capitalize()} along {formats.axis_name(axis)}", unit=measure,
+                    crossing=analysis.crossing(axis, setting), epsilon=data.epsilon,
+                )  # fmt: skip
                 charts.append(along)
     return charts, undrawn_note(drawn, settings)
 

@@ -144,15 +144,9 @@ def fill_prompt(prompt: Prompt, row: Row, *, spoken: str | None = None) -> Fille
         for empty in ("N/A", "[MASK]", "")
     ]
     return FilledPrompt(
-        row,
-        tuple(parts[0] for parts in texts),
-        candidates,
-        texts[0][2],
-        _gold_index(prompt, row, names, candidates),
-        names,
-        literal if prompt.neutral is None else prompt.neutral,
-        tuple(content_free) if labels else (),
-    )
+        row, tuple(parts[0] for parts in texts), candidates, texts[0][2], _gold_index(prompt, row, names, candidates),
+        names, literal if prompt.neutral is None else prompt.neutral, tuple(content_free) if labels else (),
+    )  # fmt: skip
 
 
 def _row_choices(prompt: Prompt, row: Row) -> tuple[str, ...]:
