@@ -221,7 +221,7 @@ def test_a_key_of_torchtune_becomes_the_setting(
     llama: dict[str, Any], tmp_path: Path, changes: dict[str, Any], key: str, value: object
 ) -> None:
     del llama["lr_scheduler"]
-    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(llama | changes), encoding="utf-8")
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(llama | changes, sort_keys=False), encoding="utf-8")
     translated = translate_recipe(tmp_path / "theirs.yaml")
     place: Any = translated.recipe
     for name in key.split("."):
@@ -244,7 +244,7 @@ def test_a_key_of_torchtune_becomes_the_setting(
                       "column_map": {"chosen": "good", "rejected": "bad"}}},
          "dataset.column_map (rename the columns to input and output, or to chosen and rejected)"),
         ({"dataset": {"_component_": "torchtune.datasets.instruct_dataset", "source": "org/asked",
-                      "column_map": {"input": "answer", "output": "question"}}}, "dataset.column_map (rename"),
+                      "column_map": {"output": "question", "input": "answer"}}}, "dataset.column_map (rename"),
         ({"dataset": {"_component_": "my.own_dataset"}}, "dataset._component_: my.own_dataset"),
     ],
 )  # fmt: skip
@@ -252,6 +252,6 @@ def test_what_of_torchtune_has_no_counterpart_is_reported(
     llama: dict[str, Any], tmp_path: Path, changes: dict[str, Any], line: str
 ) -> None:
     del llama["lr_scheduler"]
-    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(llama | changes), encoding="utf-8")
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(llama | changes, sort_keys=False), encoding="utf-8")
     (unknown,) = translate_recipe(tmp_path / "theirs.yaml").unknown
     assert unknown.split(": ", 1)[1].startswith(line)
