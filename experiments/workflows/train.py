@@ -225,14 +225,14 @@ def resume(
             result = read_json_object(path / "eval.json")
             console.say(f"{path} is finished: nothing to do")
             return result
-        check_inputs_unchanged(path, list_input_files(recipe))
-        check_adapters_unchanged(path, read_json_object(path / "manifest.json").get("adapters", {}))
         if (note := _describe_schedule_change(recipe, before, path)) is not None:
             console.say(note)
         if world.is_main:  # it alone reads all weights; the other ranks rely on it
             check_files(path)
             check_last_checkpoint(path, recipe.train.steps)
             check_backbone(path, recipe)
+            check_inputs_unchanged(path, list_input_files(recipe))
+            check_adapters_unchanged(path, read_json_object(path / "manifest.json").get("adapters", {}))
             (path / DONE).unlink(missing_ok=True)  # it certifies a finished run
             fsync_directory(path)  # before any file that it lists changes
             write_text(path / "recipe.resolved.yaml", resolved.to_yaml())

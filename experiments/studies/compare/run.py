@@ -167,8 +167,8 @@ def _equal_steps(plan: ComparisonPlan, out: Path, outcome: ComparisonResults, pa
     ratios: dict[str, float] = read_json_object(file, fix="delete it") if file.is_file() else {}
     if method not in outcome.step_ratio:
         return None
-    sides = [final["cell"] for name in (method, plan.study.baseline) for on in plan.study.runs_on(method)
-             for final in outcome.finals[name, on]]  # fmt: skip
+    sides = [[plan.study.methods[name].set, vars(outcome.chosen[name, on])]
+             for name in (method, plan.study.baseline) for on in plan.study.runs_on(method)]  # fmt: skip
     key = f"{method} {short_hash(sides)}"
     if key not in ratios:
         ratios[key] = round(outcome.step_ratio[method], 2)
