@@ -82,7 +82,8 @@ def test_no_row_copies_the_head(tmp_path):
     for name, model in {"plain": plain, "ours": backbone, "adapted": adapted}.items():
         with Largest() as largest:
             found[name] = written(model, Decoding(max_new_tokens=2), prompts=prompts, end=None)
-        assert (largest.found > 32) == (name == "plain"), (name, largest.found)  # D = 32: one copy of the head
+        copied = name == "plain" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)  # 2.14 copies no row
+        assert (largest.found > 32) == copied, (name, largest.found)  # D = 32: one copy of the head
     assert found["ours"] == found["adapted"]
     hidden = torch.randn(3, 7, 32, dtype=torch.bfloat16)[:, -1:]
     head = backbone.get_output_embeddings()

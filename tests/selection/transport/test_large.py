@@ -300,7 +300,7 @@ def test_small_epsilon_is_safe_where_the_subsample_is_small():
         ({"memory_bytes": 0}, "memory_bytes must be positive"),
         ({"device": "tpu9"}, "device must be"),
         ({"device": "meta"}, "device must be"),
-        ({"device": "cuda:99"}, 'available; use "cpu"|build without CUDA; use "cpu"'),
+        ({"device": "cuda:99"}, '(available|build without CUDA|new enough); use "cpu"'),
         ({"state": "x", "method": "exact"}, 'state needs method "streamed"'),
     ],
 )
