@@ -80,9 +80,8 @@ def check_run(path: Path, recipe: Recipe, *, rows: bool = False) -> None:
     """Raise UserError if the files that the run's adapter depends on have changed.
 
     These are its recipe, the label record of its data, its backbone, and if `rows` the files of its splits, which are
-    read again; the adapter is compared when it is read. For a
-    run without a record of its files only the backbone can be compared; that, and a missing evaluation, is reported on
-    stderr.
+    read again; the adapter is compared when it is read. For a run without a record of its files only the backbone can
+    be compared; that, and a missing evaluation, is reported on stderr.
     """
     if not (path / DONE).is_file():
         if awaits_evaluation(path, recipe):

@@ -93,7 +93,7 @@ def _expand_one(name: str) -> Sequence[DataFile]:
 
 def has_named(name: str, label: str) -> bool:
     """Return True if the file that a manifest lists as `label` is one of `name`: itself, a glob, or a directory."""
-    return fnmatch(label, name) or Path(name) in Path(label).parents
+    return label == name or fnmatch(label, name) or Path(name) in Path(label).parents
 
 
 def describe_files(files: Sequence[str], contents: Iterable[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
