@@ -149,7 +149,7 @@ def test_pieces_are_written_with_their_source(files, tmp_path: Path) -> None:
 
 
 def test_other_languages_and_repetitions_are_dropped(files, tmp_path: Path) -> None:
-    """Undecided texts stay unless told otherwise; `repetition {}` looks at texts of 50 words and more alone."""
+    """Undecided texts stay by default; `repetition {}` looks at texts of 50 words and more alone."""
     german = "Das ist der Satz, den wir nicht mit den anderen und auch nicht für die Leser auf der Seite haben wollen. "
     english = "This is the sentence that we have for all of the readers who are not with us on the page and in it. "
     rows = [
