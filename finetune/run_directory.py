@@ -164,6 +164,12 @@ def check_empty(path: str | Path, *, resumable: bool = False) -> None:
         raise UserError(f"--out: {path} is not empty; name another directory{hint}")
 
 
+def check_new_file(path: Path) -> None:
+    """Raise UserError if there is a file, a directory or a link, even to nothing, at `path`."""
+    if path.exists() or path.is_symlink():
+        raise UserError(f"--out: {path} exists; name another file or remove it")
+
+
 def check_replaceable(path: str | Path, *, resumable: bool = False) -> None:
     """Raise UserError as `check_empty`, and for a directory that cannot be replaced as a whole: a mount point or
     this process's working directory."""

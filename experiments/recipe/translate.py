@@ -551,7 +551,7 @@ def _listed_datasets(translation: _Translation, key: str, tree: Tree) -> None:
 
 
 def _is_read(value: Any, read: Any) -> bool:
-    """True if a value, or each part of it, is among those that are read as they are; in a mapping, those of its key."""
+    """Return True if a value, or each part of it, is among those that are read as they are; in a mapping, by key."""
     if isinstance(value, dict) and isinstance(read, dict):
         return all(_is_read(part, read.get(name, [])) for name, part in value.items())
     return value in read or (not isinstance(value, dict) and all(part in (None, *read) for part in _flatten(value)))

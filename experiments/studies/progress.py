@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +17,7 @@ _MIN_FITTED = 4
 """Fewest finished cells to fit the three coefficients of a `CostModel`; below, time is proportional to the tokens."""
 _LINE_INTERVAL_S = 10.0
 _COUNTS = "of", "done", "running", "failed", "diverged"
-"""What is counted of a point; `done` and the last two are statuses of results."""
+"""Numbers of cells that are kept for a point; `done` and the last two are statuses of results."""
 _MAX_ROWS = 20
 """Most points in the live table; with more, active ones are shown."""
 
@@ -98,7 +98,6 @@ class CellProgress:
         self._unfinished = {cell.key: cell for cell in cells}
         self._running: dict[str, Cell] = {}
         self._costs = CostModel()
-        self._statuses: Counter[str] = Counter()
         for cell in list(self._unfinished.values()):
             self._counts[self._point[cell.key]][0] += 1
             if (result := results.get(cell.key)) is not None:
@@ -140,7 +139,6 @@ class CellProgress:
         self._unfinished.pop(cell.key, None)
         status = result["status"]
         self._counts[self._point[cell.key]][_COUNTS.index(status)] += 1
-        self._statuses[status] += 1
         if status == "done":
             self._costs.observe(cell, float(result.get("wall_s", result.get("seconds")) or 0))
 
@@ -159,7 +157,8 @@ class CellProgress:
         rate = f", {(finished - self.before) / minutes:.3g} cells/min" if finished > self.before and minutes > 0 else ""
         seconds = self.eta()
         eta = f", ETA {format_duration(round(seconds))}" if seconds is not None and finished < self.total else ""
-        failed = "".join(f", {n} {name}" for name in _COUNTS[3:] if (n := self._statuses[name]))
+        totals = [(name, sum(counts[i] for counts in self._counts.values())) for i, name in enumerate(_COUNTS)]
+        failed = "".join(f", {count} {name}" for name, count in totals[3:] if count)
         return f"{self.label}: {finished}/{self.total} cells{failed}{rate}{eta}{'  ' + note if note else ''}"
 
     def rows(self, limit: int = _MAX_ROWS) -> tuple[list[tuple[str, int, int, int, int, int]], int]:

@@ -202,9 +202,7 @@ class _SideBySide:
             if row is not None:
                 known = ", ".join(sorted(map(str, row.values)))
                 raise UserError(f"{row.where}: no column {self.group_by!r} to group by; there are {known}")
-        groups = (
-            {str(row.values[self.group_by]) for rows in splits.values() for row in rows} if self.group_by else set()
-        )
+        groups = {str(row.values[self.group_by]) for rows in splits.values() for row in rows if self.group_by}
         if unknown := sorted(set(self.trained) - groups):
             raise UserError(f"--trained: no row has {self.group_by or 'a --group-by column'} {unknown[0]!r}")
         if skipped:

@@ -36,6 +36,7 @@ from flatshift.finetune.evaluate.generation import Decoding, GeneratedAnswer, co
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.models.families import usable_positions
+from flatshift.finetune.run_directory import check_new_file
 
 
 def generate_from_run(
@@ -65,8 +66,8 @@ def generate_from_run(
     not valid Unicode, does not fit, or does not fill a template of several columns.
     """
     with nullcontext() if out is None else exclusive_lock(out):
-        if out is not None and (out.exists() or out.is_symlink()):
-            raise UserError(f"--out: {out} exists; name another file or remove it")
+        if out is not None:
+            check_new_file(out)
         recipe = to_single_process(read_finished_recipe(path, overrides, other_rows=bool(data)))
         if recipe.adapter.projector is not None:
             raise UserError(

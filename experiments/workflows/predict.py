@@ -38,7 +38,7 @@ from flatshift.finetune.evaluate.evaluator import Evaluator
 from flatshift.finetune.evaluate.generation import Decoding
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.models.backbone import open_backbone
-from flatshift.finetune.run_directory import disk_full_interrupts
+from flatshift.finetune.run_directory import check_new_file, disk_full_interrupts
 from flatshift.finetune.tasks import Task
 
 PART = 4096
@@ -188,8 +188,7 @@ def predict_from_run(
     parts = out.with_name(f".{out.name}.parts")
     console = Console(quiet=quiet)
     with exclusive_lock(out):
-        if out.exists() or out.is_symlink():
-            raise UserError(f"--out: {out} exists; name another file or remove it")
+        check_new_file(out)
         bad_rows = resume_recipe(path, overrides, other_rows=True).recipe.data.bad_rows
         predictor = Predictor(path, bad_rows=bad_rows, overrides=overrides)
         inputs = describe_files(data)

@@ -213,7 +213,7 @@ def check_inputs_unchanged(path: Path, names: Sequence[str], way_out: str = "sta
     before = {entry["path"]: entry["sha256"] for entry in read_json_object(path / "manifest.json", "inputs")["inputs"]}
     there = {name if name.startswith(SAMPLE) else str(file): file for name in names for file in expand_files([name])}
     listed = [label for label in before if any(has_named(name, label) for name in names)]
-    for label in [*there, *listed]:
+    for label in dict.fromkeys([*there, *listed]):
         what = "is gone" if label not in there else "was not there" if label not in before else ""
         if not what and before[label] is not None and file_digest(there[label])[0] != before[label]:
             what = "changed"

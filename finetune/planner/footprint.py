@@ -43,10 +43,9 @@ if TYPE_CHECKING:
 _LOGITS_BYTES = 1 << 30  # upper bound on the bytes of logits in evaluation (`flatshift.finetune.evaluate.perplexity`)
 _PACKED_BYTES = {"nf4": 0.5 + 4 / 64, "nf4-double": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
 """Bytes per value of a quantised block, scales included."""
-_STATE_BYTES = 8
-"""Bytes per adapter parameter: weight and gradient, and the master of a bf16 adapter."""
-_MOMENT_BYTES = {"lora-muon": 4, "adamw-8bit": 2 + 8 / 256, "gauss-newton": 0}
-"""Bytes of moments per adapter parameter; paged ones are in host memory, and two moments in float32 take 8."""
+_STATE_BYTES = 8  # per adapter parameter: weight and gradient, and the master of a bf16 adapter
+_MOMENT_BYTES = {"lora-muon": 4, "adamw-8bit": 2 + 8 / 256, "gauss-newton": 0, "paged-adamw": 0, "paged-adamw-8bit": 0}
+"""Bytes of moments per adapter parameter on the device, where not 8 (two in float32); paged ones are in host memory."""
 _ROW, _COLUMN = 40, 16
 """Bytes per row of a GGPO layer: its owner and the key of its signs (int64), row norm, averaged gradient and its form,
 two shares of power, and scale (float32); per column: the keys of its signs in noise and probe columns (int64)."""
@@ -131,8 +130,7 @@ def predict_footprint(
         activations += block_experts * (1 if train.checkpointing == "full" else layers)
     if packed and device == "cpu":
         activations += int(mask_bytes(layers, train) * sequences)
-    moments = 0 if optimizer.startswith("paged") else _MOMENT_BYTES.get(optimizer, 8)
-    state = int((_STATE_BYTES + moments) * backbone.adapter) // (mesh.pp * adapter_shards)
+    state = int((_STATE_BYTES + _MOMENT_BYTES.get(optimizer, 8)) * backbone.adapter) // (mesh.pp * adapter_shards)
     # the gradient of the largest of their two maps, from which those of A and B are computed
     work = max(work_bytes(backbone, mesh, adapter, train, rows, device), block_experts * 2 // 3)
     if mesh.pp == 1 and train.accumulate == 1:  # gradients grow while activations are freed

@@ -28,7 +28,7 @@ from .devices import Cluster, Devices, detect_devices
 from .footprint import Footprint, predict_footprint, rows_per_piece, step_passes
 from .rules import RuleSettings, broken_rule, check_settings
 from .sizes import BackboneSizes
-from .throughput import StepLayout, StepSeconds, kernels_per_block, predict_seconds
+from .throughput import FORWARD_KERNELS, StepLayout, StepSeconds, kernels_per_block, predict_seconds
 
 if TYPE_CHECKING:
     from ..tasks import Task
@@ -294,7 +294,7 @@ def price_layout(settings: RuleSettings, sizes: BackboneSizes, cluster: Cluster)
     kernels = 0.0
     if cluster.kind == "cuda" and not train.compile:  # torch.compile fuses most of them
         kernels = kernels_per_block(len(sizes.layers) / max(blocks, 1), recompute=train.checkpointing) * repeats
-        kernels += 36 * references
+        kernels += FORWARD_KERNELS * references
     work = StepLayout(
         layers=blocks, hidden=sizes.hidden, heads=sizes.heads, products=products, head=sizes.outputs * sizes.hidden,
         sequence=sequence, rows=piece, micro=pieces, tp=mesh.tp, pp=mesh.pp,
@@ -308,15 +308,9 @@ def price_layout(settings: RuleSettings, sizes: BackboneSizes, cluster: Cluster)
     attention = 12 * train.max_length * sizes.hidden * blocks
     flops = tokens * (4 * (blocks * sizes.products + work.head) + 6 * met + attention)
     needs = predict_footprint(
-        sizes,
-        mesh=mesh,
-        adapter=adapter,
-        train=train,
-        device=cluster.kind,
-        packed=settings.task.pack,
-        regularizer=settings.regularizer,
-        optimizer=settings.optimizer.kind,
-    )
+        sizes, mesh=mesh, adapter=adapter, train=train, device=cluster.kind, packed=settings.task.pack,
+        regularizer=settings.regularizer, optimizer=settings.optimizer.kind,
+    )  # fmt: skip
     seconds = predict_seconds(work, cluster.device, network=cluster.network, constants=cluster.constants)
     return Layout(mesh, train, needs, seconds, flops, cluster)
 

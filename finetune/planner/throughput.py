@@ -34,13 +34,14 @@ class RooflineConstants:
 
 
 PUBLISHED = RooflineConstants()
+FORWARD_KERNELS = 36  # of a Llama block without adapters, counted as in `kernels_per_block`
 _OVERLAP = 3.0  # exponent of T = (Tc³ + Tm³)^(1/3), for gathers that computation partly hides
 
 
 def kernels_per_block(adapted: float, *, recompute: str) -> float:
     """Return the number of kernels of a Llama block with `adapted` adapted layers, forward and backward, without
     torch.compile: operations that are not views, counted by dispatch."""
-    return 94 + 10 * adapted + (36 + 4 * adapted if recompute == "full" else 0)
+    return 94 + 10 * adapted + (FORWARD_KERNELS + 4 * adapted if recompute == "full" else 0)
 
 
 @dataclass(frozen=True)

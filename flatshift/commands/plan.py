@@ -82,9 +82,9 @@ def run(argv: list[str]) -> int:
     text = json.dumps(document, indent=2, ensure_ascii=False)
     if flags.out is not None:
         from flatshift.finetune.atomic import write_text
+        from flatshift.finetune.run_directory import check_new_file
 
-        if flags.out.exists():
-            raise UserError(f"--out: {flags.out} exists; name another file or remove it")
+        check_new_file(flags.out)
         written = text + "\n"
         if flags.out.suffix == ".html":
             from flatshift.experiments.report.chapters.plan import page
