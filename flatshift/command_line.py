@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin,
 import tyro
 from tyro import constructors
 
-from flatshift.experiments.recipe import from_override, refuse_contradictions
+from flatshift.experiments.recipe import from_override, refuse_contradictions, shipped_recipes
 from flatshift.experiments.recipe.json_schema import field_docs, hint_options
 from flatshift.experiments.recipe.schema import Recipe, find_keys_ending_with, list_keys
 from flatshift.experiments.recipe.tree import kinds_first
@@ -111,6 +111,7 @@ def _split_recipe_keys(argv: list[str], flags: type) -> tuple[list[str], list[tu
     words: list[str] = []
     settings = []
     tokens = deque(argv)
+    after_key = False  # `--data F --train.steps 3 RECIPE` would leave `--data F RECIPE`, whose last word is a file
     while tokens:
         token = tokens.popleft()
         name, has_value, value = token.removeprefix("--").partition("=")
@@ -121,7 +122,9 @@ def _split_recipe_keys(argv: list[str], flags: type) -> tuple[list[str], list[tu
             if is_flag and near:
                 listed = " or ".join(f"`--{near_key}`" for near_key in near[:3])
                 raise UserError(f"--{name} is no flag of this command; did you mean {listed}?")
-            words.append(token)
+            after_key = after_key and not token.startswith("-")
+            first_flag = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
+            words.insert(first_flag if after_key and _ends_in_list(words, flags) else len(words), token)
             continue
         if not has_value:
             if not tokens:
@@ -136,18 +139,33 @@ def _split_recipe_keys(argv: list[str], flags: type) -> tuple[list[str], list[tu
                 for _ in more:
                     tokens.popleft()
         settings.append((key, f"--{name}", value))
+        after_key = True
     return words, settings
 
 
 def _names_positional(words: Sequence[str], flags: type) -> bool:
     """Return True if a word of `words` is not the value of a flag."""
     hints = get_type_hints(flags)
-    for before, word in itertools.pairwise(("", *words)):
+    for index, (before, word) in enumerate(itertools.pairwise(("", *words))):
+        if _ends_in_list(words[:index], flags):
+            continue
         takes_value = before.startswith("--") and "=" not in before
         is_switch = hints.get(before.removeprefix("--").replace("-", "_")) is bool
         if not word.startswith("-") and (is_switch or not takes_value):
             return True
     return False
+
+
+def _ends_in_list(words: Sequence[str], flags: type) -> bool:
+    """Return True if another word would be one more value of the last flag of `words`."""
+    name = next((word for word in reversed(words) if word.startswith("-")), "").removeprefix("--").replace("-", "_")
+    return _takes_several(get_type_hints(flags, include_extras=True).get(name))
+
+
+def _takes_several(hint: Any) -> bool:
+    """Return True for a flag with several values after it, False for one that is given several times, which an
+    annotation (`UseAppendAction`) marks."""
+    return get_origin(hint) is not Annotated and any(get_origin(part) is tuple for part in _hint_parts(hint))
 
 
 def _list_item(word: str) -> str:
@@ -158,10 +176,12 @@ def _list_item(word: str) -> str:
 def data_override(files: tuple[str, ...], overrides: Sequence[Any]) -> list[Any]:
     """Return `overrides` with the files of `--data` as the training rows.
 
-    Raises UserError if `--data.train.files` names other files.
+    Raises UserError if `--data.train.files` names other files, and for a recipe among the files.
     """
     if not files:
         return list(overrides)
+    if files[-1] in shipped_recipes() or files[-1].endswith((".yaml", ".yml")):
+        raise UserError(f"--data takes every word after it as a file, {files[-1]} too; write the recipe before --data")
     overrides = [*overrides, from_override("data.train.files", files, "--data")]
     refuse_contradictions(overrides)
     return overrides
@@ -252,14 +272,11 @@ def _hide_secrets(flags: FlagsT) -> FlagsT:
 
 
 def _check_lists_given_once(argv: Sequence[str], flags: type) -> None:
-    """Raise UserError for a flag of several values that comes twice: the parser would drop the first ones, unless the
-    flag is marked by `UseAppendAction`, which is an annotation."""
+    """Raise UserError for a flag of several values that comes twice: the parser would drop the first ones."""
     hints = get_type_hints(flags, include_extras=True)
     names = [token.removeprefix("--").partition("=")[0].replace("-", "_") for token in argv if token.startswith("--")]
     for name in dict.fromkeys(names):
-        hint = hints.get(name)
-        takes_several = any(get_origin(part) is tuple for part in _hint_parts(hint))
-        if names.count(name) > 1 and takes_several and get_origin(hint) is not Annotated:
+        if names.count(name) > 1 and _takes_several(hints.get(name)):
             flag = f"--{name.replace('_', '-')}"
             raise UserError(f"{flag} is given twice, and only the last would count; write all values after one {flag}")
 

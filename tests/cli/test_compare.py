@@ -24,7 +24,7 @@ def test_a_killed_study_goes_on_and_keeps_its_cells(tmp_path: Path) -> None:
     assert {row["trials"] for row in document["trials"]} == {8}
 
 
-def test_sharpness_is_the_rise_within_the_noise_that_is_asked_for(tmp_path: Path) -> None:
+def test_sharpness_is_the_rise_within_the_noise_that_is_asked_for(tmp_path: Path, capsys) -> None:
     recipe, rises = make_study(tmp_path), {}
     quick = {"tuning_seeds": "[1000003]", "finalists": 1, "rounds": 0, "lr": "[0.005,0.01]", "seeds": 2}
     quick |= {"exploratory_seeds": 2, "equal_time_above": 1000}
@@ -32,8 +32,9 @@ def test_sharpness_is_the_rise_within_the_noise_that_is_asked_for(tmp_path: Path
     words += flags({f"comparison.{key}": value for key, value in quick.items()})
     for sigma in (0.05, 0.2):
         out = tmp_path / f"sigma-{sigma}"
-        assert run([*words, "--comparison.sharpness_sigma", str(sigma), "--out", str(out)]) == 0
+        assert run([*words, "--comparison.sharpness_sigma", str(sigma), "--out", str(out), "--json"]) == 0
         document = json.loads((out / "comparison.json").read_text(encoding="utf-8"))
+        assert json.loads(capsys.readouterr().out) == document
         rises[sigma] = document["tasks"]["easy"]["methods"]["plain"]["sharpness"]
     assert abs(rises[0.2]) > 4 * abs(rises[0.05]) > 0  # about 16 times: in proportion to σ²
 

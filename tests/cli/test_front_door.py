@@ -282,6 +282,10 @@ def test_a_command_line_that_cannot_be_read_is_told_in_one_sentence(capsys, argu
         ("--out x chat --adapter.targets q_proj it's", "--out x chat", ["q_proj", "it's"]),
         ("--adapter.targets [q_proj,v_proj] chat", "chat", ["q_proj", "v_proj"]),
         ("--adapter.targets q_proj chat", "chat", None),
+        ("--data a b --adapter.targets q_proj v_proj chat", "chat --data a b", ["q_proj", "v_proj"]),
+        ("--data=a --adapter.targets q_proj v_proj chat", "--data=a chat", ["q_proj", "v_proj"]),
+        ("chat --data a b --adapter.targets q_proj v_proj --json", "chat --data a b --json", ["q_proj", "v_proj"]),
+        ("--data a --adapter.targets q_proj --out x chat", "--data a --out x chat", None),
     ],
 )
 def test_a_list_takes_several_words(words: str, rest: str, targets: list[str] | None) -> None:
@@ -296,6 +300,19 @@ def test_a_list_takes_several_words(words: str, rest: str, targets: list[str] | 
         assert isinstance(tree, Leaf) and tree.value == "q_proj"
     else:
         assert isinstance(tree, Items) and [item.value for item in tree.items] == targets
+
+
+def test_the_recipe_may_follow_the_files_and_a_key(tmp_path: Path, capsys) -> None:
+    from flatshift import cli
+
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    rows, out = str(tmp_path / "rows.jsonl"), str(tmp_path / "out")
+    for words, said in (
+        (["language-model"], "takes every word after it as a file, language-model too; write the recipe before --data"),
+        (["--train.batch_size", "2", "language-model"], "data.holdout: 0.1 of 2 rows"),
+    ):
+        assert cli.run(["train", "--data", rows, *words, "--out", out]) == 2
+        assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_whole_numbers_may_be_written_as_powers_of_ten(tmp_path: Path, capsys) -> None:

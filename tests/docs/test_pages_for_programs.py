@@ -84,6 +84,7 @@ def keys(form: str) -> set[str]:
             f"sweep completion --data rows.jsonl --grid adapter.rank=1,2 --seeds 1 --jobs 1 --out sweep {TINY}",
             0,
         ),
+        ("forecast", "forecast classify --data rows.jsonl --draws 2 --more 5 --train.max_length 16 --out cast", 0),
         ("plan", "plan qwen3-8b-chat-24gb", 0),
         ("tokenizer", "tokenizer flatshift-5m --data rows.jsonl --out cut", 0),
         ("runs", "runs .", 0),
@@ -109,9 +110,9 @@ def test_it_prints_one_document_of_the_documented_form(
         assert figures and all(set(inner.split(", ")) == figure.keys() for figure in figures)
         assert row == "eval" or document == json.loads(Path("trained/eval.json").read_text(encoding="utf-8"))
         return
-    if row == "tokenizer":
+    if row in ("tokenizer", "forecast"):
         (name,) = re.findall(r"the content of `([\w.]+)`", ROWS[row])
-        assert document == json.loads((Path("cut") / name).read_text(encoding="utf-8")) and document["tokenizers"]
+        assert document == json.loads((Path(command.split()[-1]) / name).read_text(encoding="utf-8")) and document
         return
     wanted = keys(ROWS[row])
     if row == "recipes":
