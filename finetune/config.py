@@ -160,8 +160,8 @@ class Adapter:
                     raise ValueError(
                         f"{name}: {key!r} is no name or pattern ({error}); write .* for any text"
                     ) from None
-        if any(layer < 0 for layer in self.layers or ()):
-            raise ValueError(f"layers must hold numbers ≥ 0, got {min(self.layers or ())}")
+        if self.layers is not None and min(self.layers, default=-1) < 0:
+            raise ValueError(f"layers must hold numbers ≥ 0, got {list(self.layers)}; null: all blocks")
         if self.init_rows is not None and self.init not in DATA_INITS:
             raise ValueError(f"init_rows goes with init: {', '.join(DATA_INITS)}; init is {self.init}")
         if self.init != "default" and (self.start is not None or self.under is not None):

@@ -200,8 +200,6 @@ def _is_in_layers(name: str, layers: tuple[int, ...] | None) -> bool:
 def _check_layers(backbone: PreTrainedModel, adapter: Adapter) -> None:
     if adapter.layers is None:
         return
-    if not adapter.layers:
-        raise UserError("adapter.layers is empty; name blocks from 0, or leave it at null for all of them")
     count = int(getattr(backbone.config.get_text_config(), "num_hidden_layers", 0))
     if count and max(adapter.layers) >= count:
         raise UserError(

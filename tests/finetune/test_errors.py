@@ -98,6 +98,7 @@ def test_a_file_of_megabytes_is_no_recipe(tmp_path: Path) -> None:
         ("adapter: {alpha: 0}", "multiplied by 0"),
         ("adapter: {alphas: {q_proj: 0}}", "adapter.alphas.q_proj must be above 0"),
         ("adapter: {alphas: {q_proj: .inf}}", "adapter.alphas.q_proj must be above 0 and finite"),
+        ("adapter: {layers: []}", "adapter.layers must hold numbers ≥ 0, got []; null: all blocks"),
         ("warmup: {lr: 0}", "leave the `warmup` block out"),
         ("train: {steps: 1000000000000}", "≤ 1000000000"),
         ("train: {max_length: 1000000000}", "≤ 16777216"),
