@@ -119,13 +119,15 @@ class BackboneSizes:
         """Return the sizes of a backbone with this configuration and these tensors (name → shape)."""
         blocks: dict[tuple[str | None, int], int] = {}
         ends, trained, inputs, multiplied, gated, normed = [], [0, 0], 0, 0, False, False
-        ranks, adapted_widths, routed, layers, output, on_experts = [0, 0], [0, 0], 0, [], [], 0
+        ranks, adapted_widths, routed, layers, output, on_experts, outer = [0, 0], [0, 0], 0, [], [], 0, 0
         for name, shape in shapes.items():
             match = _BLOCK.match(name)
             if match is None:
                 ends.append(math.prod(shape))
                 if _OUTPUT.match(name):
                     output.append(math.prod(shape))
+                if len(shape) == 2 and _is_named(name, adapter):
+                    outer += match_pattern(adapter.ranks, name.removesuffix(".weight"), adapter.rank) * sum(shape)
                 continue
             if len(shape) > 3:  # causal masks stored in older GPT-2 files
                 continue
@@ -161,7 +163,7 @@ class BackboneSizes:
             heads=heads, groups=_first_integer(config, "num_key_value_heads", default=heads),
             vocabulary=(words := _first_integer(config, "vocab_size", default=1)),
             wide=4 if gated else next((kept for name, kept in _WIDE.items() if name in config.values()), 3),
-            blocks=tuple(blocks.values()), ends=tuple(sorted(ends, reverse=True)), adapter=sum(trained),
+            blocks=tuple(blocks.values()), ends=tuple(sorted(ends, reverse=True)), adapter=sum(trained) + outer,
             inputs=inputs // len(blocks), products=(multiplied + routed * chosen // max(experts, 1)) // len(blocks),
             head=_first_integer(config, "head_dim", default=hidden // heads), normed=normed,
             ranks=(ranks[0] // len(blocks), ranks[1] // len(blocks)),
@@ -318,10 +320,13 @@ def _is_adapted(name: str, adapter: Adapter) -> bool:
         return False
     if any(f".{module}".endswith(f".{suffix}") for suffix in adapter.exclude or ()):
         return False
-    if adapter.targets == "all-linear":
-        return True
+    return adapter.targets == "all-linear" or _is_named(name, adapter)
+
+
+def _is_named(name: str, adapter: Adapter) -> bool:
+    """Return True if `adapter.targets` ends the module's name; `all-linear` leaves out embeddings and output layers."""
     suffixes = (adapter.targets,) if isinstance(adapter.targets, str) else adapter.targets
-    return any(f".{module}".endswith(f".{suffix}") for suffix in suffixes)
+    return any(f".{name.removesuffix('.weight')}".endswith(f".{suffix}") for suffix in suffixes)
 
 
 def _read_shapes(directory: Path) -> dict[str, tuple[int, ...]]:

@@ -122,6 +122,17 @@ def test_the_estimate_is_what_a_run_counts(precision: str) -> None:
         assert guess.adapter == counted.adapter + counted.gradients + counted.optimizer
 
 
+def test_adapters_on_embeddings_are_counted() -> None:
+    from flatshift.finetune.adapters.adapter import attach_adapter, trainable
+    from flatshift.finetune.models.load import load_backbone
+
+    directory, adapter = assets.backbone_directory("flatshift-5m"), Adapter(targets=("embed_tokens", "q_proj"))
+    assert directory is not None
+    model = attach_adapter(load_backbone(directory, task=LanguageModel()), adapter, task=LanguageModel(), seed=0)
+    counted = sum(values.numel() for values in trainable(model).values())
+    assert BackboneSizes.read(directory, adapter).adapter == counted
+
+
 def test_moments_in_eight_bits_are_what_a_run_counts(small: Path) -> None:
     from flatshift.finetune.planner.memory import optimizer_bytes
 
