@@ -10,7 +10,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from flatshift.regularizers.config import BAR, GGPO, SAM, BiLora, NEFTune, Plain, RegularizerConfig
+from flatshift.regularizers.config import (
+    ASAM,
+    BAR,
+    GGPO,
+    MGPO,
+    MSAM,
+    SAM,
+    BiLora,
+    LoraSAM,
+    NEFTune,
+    Plain,
+    RegularizerConfig,
+)
 
 from ..config import FACTOR_OPTIMIZERS, Adapter, Mesh, Optimizer, Train
 from ..errors import UserError
@@ -207,6 +219,11 @@ _ROWS: tuple[_Row, ...] = (
      "leave it out, and evaluate with beams in one process", lambda s: s.mesh.pp > 1 and (s.task.num_beams or 1) > 1),
     ("regularizer.kind: bar", INCOMPATIBLE, "optimizer.fixed: [a]", "it scales both factors", "leave one of them out",
      lambda s: isinstance(s.regularizer, BAR) and "a" in (s.optimizer.fixed or ())),
+    ("train.adapter_precision: bf16", INCOMPATIBLE,
+     "regularizer.kind: lora-sam, asam, msam, bar, or mgpo with form: text",
+     "their small steps of the factors are rounded away", "leave train.adapter_precision out",
+     lambda s: s.train.adapter_precision == "bf16" and (isinstance(s.regularizer, (LoraSAM, ASAM, MSAM, BAR))
+     or (isinstance(s.regularizer, MGPO) and s.regularizer.form == "text"))),
     ("regularizer.scope: microbatch or sample", INCOMPATIBLE, "mesh.pp > 1",
      "a pipeline has several micro-batches in flight at once", "set regularizer.scope: step",
      lambda s: isinstance(s.regularizer, GGPO) and s.regularizer.scope != "step" and s.mesh.pp > 1),

@@ -165,6 +165,7 @@ class Trainer:
                             losses.append(
                                 engine.forward_backward(micros, count, task=task, head=self.head, context=context)
                             )
+                        self.optimizer.zero_fixed_grad()  # no norm counts them, and no regularizer moves along them
                     if self.loss_scale.on and (overflowed := self.loss_scale.overflows(losses, engine.clip)):
                         raise UpdateRejected
                     if self.guard.checks_steps and (rejected := self.guard.check(losses)) is not None:
@@ -174,7 +175,6 @@ class Trainer:
                     return self._skip_step(rejected, lr)
                 self.optimizer.zero_grad()
         self.loss_scale.unscale(engine.parameters.values())
-        self.optimizer.zero_fixed_grad()
         with self.recorder.update(step + 1):
             norm = engine.clip(self.stage.optimizer.clip)
             row = MetricsRow(step + 1, {"loss": None, "tokens": state.tokens + count, "lr": lr, "grad_norm": None})

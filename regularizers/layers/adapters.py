@@ -55,6 +55,15 @@ class AdapterParameters:
                 "the model trains no LoRA factor; attach a LoRA adapter first (adapter.targets: all-linear)"
             )
 
+    def require_float32(self, change: str) -> None:
+        """Raise RegularizerError if a factor is kept in fewer bits, which a small `change` does not reach."""
+        narrow = next((name for name, p in self.parameters.items() if p.dtype.itemsize < 4), None)
+        if narrow is not None:
+            raise RegularizerError(
+                f"{narrow} is kept in {self.parameters[narrow].dtype}, which rounds {change} away; keep the adapter in "
+                "float32 (the backbone may stay as it is)"
+            )
+
     def values(self) -> dict[str, Tensor]:
         """Return this process's parts of θ; writing to them writes to the model."""
         return {name: local_tensor(parameter) for name, parameter in self.parameters.items()}

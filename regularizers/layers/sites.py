@@ -120,7 +120,8 @@ class LoraSite:
         rows = block.rows
         if len(factors) == 1:
             squares = factors[0].detach().reshape(-1)[rows].to(base.dtype).square()
-            norms = squares if not block.columns.start else torch.zeros_like(squares)
+            others_begin = self.column_cut is not None and int(self.column_cut.indices()[0]) > 0
+            norms = torch.zeros_like(squares) if block.columns.start or others_begin else squares
         elif not factors:
             norms = base.clone()
         else:
@@ -161,8 +162,8 @@ class LoraSite:
         has_diagonal = getattr(layer, "lora_diag", None) or {}
         stacked_a, joined_b = [], []
         for name, a, b in zip(adapters, factors[:count], factors[count : 2 * count], strict=True):
-            scaled = _whole_factor(layer.lora_B[name], b) * layer.scaling[name]
-            stacked_a.append(_whole_factor(layer.lora_A[name], a))
+            scaled = whole_factor(layer.lora_B[name], b) * layer.scaling[name]
+            stacked_a.append(whole_factor(layer.lora_A[name], a))
             joined_b.append(scaled * next(diagonals) if name in has_diagonal else scaled)
         return torch.cat(stacked_a), torch.cat(joined_b, 1)
 
@@ -190,7 +191,7 @@ class LoraSite:
         return self._base_norms[key]
 
 
-def _whole_factor(factor: Any, weight: Tensor) -> Tensor:
+def whole_factor(factor: Any, weight: Tensor) -> Tensor:
     """Return `weight` of the `factor`, with the zeros that a block-diagonal factor (BD-LoRA) does not store."""
     blocks = getattr(factor, "nblocks", None)
     return weight if blocks is None else torch.block_diag(*weight.chunk(blocks))
@@ -252,7 +253,8 @@ def find_lora_sites(model: nn.Module, placement: Placement = SINGLE_PROCESS) -> 
         rows, columns, transposed = shape
         weight = base.weight
         stored = (columns, rows) if transposed else (rows, columns)
-        readable = base_weight_dtype(base).is_floating_point and _has_values(weight)
+        dtype = base_weight_dtype(base)  # torch computes nothing with 8-bit floats
+        readable = dtype.is_floating_point and dtype.itemsize > 1 and _has_values(weight)
         if base_weight_shape(base) != stored or not readable:
             raise RegularizerError(
                 f"layer {name} keeps its weight as {weight.dtype} {tuple(weight.shape)}, from which no {rows}x{columns}"

@@ -85,12 +85,7 @@ class BARRegularizer(AttachedRegularizer):
             )
         placement = placement or SINGLE_PROCESS
         adapters = AdapterParameters(model, placement)
-        narrow = next((name for name, p in adapters.parameters.items() if p.dtype.itemsize < 4), None)
-        if narrow is not None:
-            raise RegularizerError(
-                f"{narrow} is kept in {adapters.parameters[narrow].dtype}, which rounds BAR's factors 1 ± α·lr away; "
-                "keep the adapter in float32 (the backbone may stay as it is)"
-            )
+        adapters.require_float32("BAR's factors 1 ± α·lr")
         pairs = factor_pairs(adapters.parameters)
         count = torch.tensor([len(pairs)], device=adapters.device)
         placement.sum_pipeline(count)

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from flatshift.regularizers.config import MGPO, MSAM
 from flatshift.regularizers.layers.adapters import AdapterParameters
 from flatshift.regularizers.layers.fused import NoiseBranch
-from flatshift.regularizers.layers.sites import LoraSite, check_linear_layers, find_lora_sites
+from flatshift.regularizers.layers.sites import LoraSite, check_linear_layers, find_lora_sites, whole_factor
 from flatshift.regularizers.mesh import SINGLE_PROCESS, Placement
 from flatshift.regularizers.methods.base import AttachedRegularizer, lora_layers, require, require_nonnegative
 from flatshift.regularizers.protocol import MetricTensors
@@ -102,7 +102,8 @@ class MomentumRegularizer(AttachedRegularizer):
         return self
 
     def _find_layers(self, model: nn.Module, adapters: AdapterParameters, placement: Placement) -> None:
-        """Read from the model what a form needs in addition to θ."""
+        """Read from the model what a form needs in addition to θ, or raise RegularizerError if θ does not do."""
+        adapters.require_float32("a small step")
 
     def detach(self) -> None:
         super().detach()
@@ -312,9 +313,9 @@ def _update_factors(
     for name in site.active():
         a, b = (f"{site.name}.lora_{side}.{name}.weight" for side in "AB")
         if a in values and b in values:
-            s = site.layer.scaling[name]
-            left += [direction[b] * s, values[b] * s]
-            right += [values[a], direction[a]]
+            s, layer = site.layer.scaling[name], site.layer
+            left += [whole_factor(layer.lora_B[name], each[b]) * s for each in (direction, values)]
+            right += [whole_factor(layer.lora_A[name], each[a]) for each in (values, direction)]
     if not left:  # adapters disabled or frozen
         p = torch.zeros(site.whole_rows, 1, device=site.device)
         return p, torch.zeros(1, site.whole_columns, device=site.device)

@@ -64,8 +64,8 @@ def unscaled_gradient_share(norms: Tensor, v: Tensor, mode: Mode) -> Tensor:
 
 def gradient_share_scale(norms: Tensor, shares: Tensor) -> Tensor:
     """Return the factor that scales `unscaled_gradient_share` to the size of |W'|², from the sums (or means) of both
-    over the same rows; zero while no gradient is known."""
-    known = shares > 0
+    over the same rows; zero while no gradient is known, or where the average of an earlier one has faded away."""
+    known = shares > 1e-30 * norms
     return torch.where(known, norms / torch.where(known, shares, torch.ones_like(shares)), 0.0)
 
 
@@ -194,6 +194,9 @@ def global_indices(cut: ShardSlice | None, length: int) -> Tensor:
     return torch.arange(length) if cut is None else cut.indices()
 
 
+_PROBE = 2.0**-10
+"""Size of the entries of S_P: as small as those of A, so that in fp16 a sketch overflows no earlier than B's gradient.
+A power of two changes no other bit."""
 METRIC_SUMS = ("power", "gradient_power", "sigma_sum", "moved", "sketches", "skipped")
 
 
@@ -326,7 +329,7 @@ class NoiseScales:
             self._factors = self._draw(step)
         probes = self.norms.new_empty(sum(self._widths), 0)
         if sketches:
-            probes = unpack_signs(self._probe_in.words(step), self._probes, dtype=self._factor_dtype)
+            probes = unpack_signs(self._probe_in.words(step), self._probes, dtype=self._factor_dtype) * _PROBE
             zeros = self.branches[0].probe.shape[1] - self._probes
             probes = F.pad(probes, (0, zeros)) if zeros else probes
         noise = self._factors if scope == "step" else [(None, None)] * layers
@@ -354,7 +357,7 @@ class NoiseScales:
 
     @torch.no_grad()
     def sketch(self, loss_scale: float) -> tuple[Tensor, Tensor]:
-        """Return q_i = |(∂L/∂U_P)_i|²/k_p (rows,) of this step, and which layers got a gradient, bool (layers,).
+        """Return q_i = |G_i S_Pᵀ|²/k_p (rows,) of this step, and which layers got a gradient, bool (layers,).
 
         The gradient is divided by `loss_scale` and, on a mesh, summed before it is squared: two collectives for all
         layers.
@@ -368,7 +371,7 @@ class NoiseScales:
             self._placement.sum_data(flat)
             gradient = flat[: gradient.numel()].view_as(gradient) / self._placement.gradient_scale
             took_part = flat[gradient.numel() :] > 0
-        return (gradient / loss_scale).square().sum(1) / self._probes, took_part
+        return (gradient / (loss_scale * _PROBE)).square().sum(1) / self._probes, took_part
 
     @torch.no_grad()
     def average_sketch(self, q: Tensor, took_part: Tensor, finite: Tensor) -> None:
@@ -393,16 +396,17 @@ class NoiseScales:
         sums = [zero] * 4
         if self._power is not None and self._entry is not None:
             (total, gradient), layer = self._power, self.rows.layer
+            tiny = torch.finfo(total.dtype).tiny  # a layer of zeros has no power
             sigma = self._entry * self._root_rank[layer]
             row_power = sigma.square() * self._layer_widths[layer]
-            gradient_power = row_power * gradient / total.clamp_min(torch.finfo(total.dtype).tiny)
+            gradient_power = row_power * gradient / total.clamp_min(tiny)
             # Total variation between the guided distribution of a layer's (or the model's) power and that by weights
             # alone.
             if self._model_sums is None:
                 powers = [(mean * self.rows.whole_sizes)[layer] for mean in self.rows.means(total, self.norms)]
             else:
                 powers = [self._model_sums[0].to(total)] * 2
-            moved = (total / powers[0] - self.norms / powers[1]).abs()
+            moved = (total / powers[0].clamp_min(tiny) - self.norms / powers[1].clamp_min(tiny)).abs()
             sums = list(self.rows.totals(row_power, gradient_power, sigma, moved))
             sums[3] = 0.5 * sums[3]
         counts = (self.updates.sum().to(zero), self.skipped.sum().to(zero))

@@ -56,13 +56,15 @@ class TwoPassRegularizer(AttachedRegularizer):
         self._theta: AdapterParameters | None = None
         self._model: nn.Module | None = None
         self._passes_begun = 0
+        self._usable = torch.ones((), dtype=torch.bool)  # of the step's perturbation
         self._unperturbed = torch.zeros((), dtype=torch.int64)
         self._figures: dict[str, Tensor] = {}
 
-    def _attach_theta(self, model: nn.Module, layers: Mapping[str, nn.Module], seed: int, placement: Placement) -> None:
+    def _attach_theta(
+        self, theta: AdapterParameters, model: nn.Module, layers: Mapping[str, nn.Module], seed: int
+    ) -> None:
         """Finish `attach` to θ and these layers of `model`, and reset the counters."""
-        theta = AdapterParameters(model, placement)
-        self._finish_attach(layers, seed, placement)
+        self._finish_attach(layers, seed, theta.placement)
         self._theta, self._model, self._figures = theta, model, {}
         self._unperturbed = torch.zeros((), dtype=torch.int64, device=theta.device)
 
@@ -96,6 +98,7 @@ class TwoPassRegularizer(AttachedRegularizer):
                     "and backward passes"
                 )
             self._figures["perturbed_gradient_norm"] = self._gradient_norm(loss_scale)
+            self._unperturbed = self._unperturbed.to(self._usable.device) + ~self._usable
 
     def _passes(self, t: int, stack: ExitStack, loss_scale: float) -> Iterator[int]:
         for index in range(2):
@@ -109,10 +112,10 @@ class TwoPassRegularizer(AttachedRegularizer):
             yield index
 
     def _step_factor(self, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ρ/`norm`, and whether it is usable, bool (). Counts the unusable steps, which stay unperturbed because
-        their first gradient is zero or not finite. Does not wait for the device."""
+        """Return ρ/`norm`, and whether it is usable, bool (): not if the first gradient is zero or not finite, and the
+        step stays unperturbed. Does not wait for the device."""
         usable = norm.isfinite() & (norm > _VANISHING)
-        self._unperturbed = self._unperturbed.to(norm.device) + ~usable
+        self._usable = usable
         return self._rho / norm, usable
 
     def metric_tensors(self) -> MetricTensors:
@@ -158,7 +161,9 @@ class AdapterSAM(TwoPassRegularizer):
 
     def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
         self._check_not_attached()
-        self._attach_theta(model, lora_layers(model), seed, placement or SINGLE_PROCESS)
+        theta = AdapterParameters(model, placement or SINGLE_PROCESS)
+        theta.require_float32("a small step")
+        self._attach_theta(theta, model, lora_layers(model), seed)
         return self
 
     def _perturb(self, stack: ExitStack, loss_scale: float) -> dict[str, Tensor]:
@@ -235,7 +240,8 @@ class WeightSAM(TwoPassRegularizer):
                     f"mesh.dp: SAM over the weights holds a gradient as large as layer {layer.site.name} in every "
                     "process, which sharding is to avoid; take mesh.replicate, or regularizer.kind: lora-sam"
                 )
-        self._attach_theta(model, {layer.site.name: layer.site.layer for layer in layers}, seed, placement)
+        named = {layer.site.name: layer.site.layer for layer in layers}
+        self._attach_theta(AdapterParameters(model, placement), model, named, seed)
         self._layers = layers
         return self
 

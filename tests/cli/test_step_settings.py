@@ -60,6 +60,19 @@ def test_a_run_by_pairs_of_factors(kind: str, others: dict, tmp_path: Path) -> N
     assert [line["step"] for line in lines(tmp_path / "one", "train")] == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_fixed_factor_is_in_no_norm_and_no_perturbation(tmp_path: Path) -> None:
+    fixed = SMALL | {"optimizer.fixed": "[a]", "adapter.dropout": 0}
+    own = {"plain": {}, "checked": {"train.skip_nonfinite": 3}}
+    own["sam"] = {"regularizer.kind": "lora-sam", "regularizer.rho": 1e-9}
+    norms = {}
+    for name, settings in own.items():
+        assert run(["train", "classify", "--out", str(tmp_path / name), *flags(fixed | settings)]) == 0
+        norms[name] = [line["grad_norm"] for line in lines(tmp_path / name, "train")]
+    assert norms["plain"] == norms["checked"] == pytest.approx(norms["sam"], rel=1e-3)
+    first_passes = [line["gradient_norm"] for line in lines(tmp_path / "sam", "train")]
+    assert all(0 < at < norm for at, norm in zip(first_passes, norms["sam"], strict=True))  # the head is in one alone
+
+
 def test_what_has_no_pairs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", "language-model", "--optimizer.kind", "lora-muon", "--out", str(tmp_path / "out")]
     for others, said in (

@@ -265,6 +265,7 @@ def test_two_ranks_equal_one_process_in_other_layouts() -> None:
             "tp, fused projection": Case(Mesh(tp=2), **GPT2),
             "dp, columns first": Case(Mesh(dp=2), **GPT2),
             "dp, DoRA": Case(Mesh(dp=2), lora={"use_dora": True}),
+            "tp, DoRA": Case(Mesh(tp=2), lora={"use_dora": True}),
             "dp, adapters replicated": Case(Mesh(dp=2, adapters="replicate", reshard=False)),
             "dp, adapters only": Case(Mesh(dp=2, zero=2)),
             "pp": Case(Mesh(pp=2)),

@@ -10,7 +10,7 @@ from flatshift.finetune.config import Adapter, Mesh, Optimizer, Projector, Train
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.planner.rules import REQUIRES, RULES, RuleSettings, check_settings
 from flatshift.finetune.tasks import Classify, Completion, LanguageModel, MaskedLM, Preference, Regress, Seq2Seq
-from flatshift.regularizers.config import BAR, GGPO, SAM, BiLora, NEFTune, Plain
+from flatshift.regularizers.config import BAR, GGPO, MGPO, SAM, BiLora, NEFTune, Plain
 
 # (setting, other side) of a rule → what breaks it and nothing before it; what obeys it, as near to that as can be
 CASES: dict[tuple[str, str], tuple[dict, dict]] = {
@@ -97,6 +97,10 @@ CASES: dict[tuple[str, str], tuple[dict, dict]] = {
     ("train.adapter_precision: bf16", "train.precision: bf16"): (
         {"adapter_precision": "bf16"},
         {"adapter_precision": "bf16", "precision": "bf16"},
+    ),
+    ("train.adapter_precision: bf16", "regularizer.kind: lora-sam, asam, msam, bar, or mgpo with form: text"): (
+        {"adapter_precision": "bf16", "precision": "bf16", "regularizer": MGPO()},
+        {"adapter_precision": "bf16", "precision": "bf16", "regularizer": MGPO(form="code")},
     ),
     ("train.precision: fp16", "train.device: cpu"): (
         {"precision": "fp16", "device": "cpu"},

@@ -240,6 +240,24 @@ def test_a_non_finite_sketch_is_passed_over_and_counted() -> None:
     assert regularizer.metrics()["sketches"] == 1 and regularizer.metrics()["sketches_skipped"] == 1
 
 
+def test_in_fp16_a_sketch_overflows_no_earlier_than_the_adapter() -> None:
+    model, ids = with_lora(tiny_llama(dtype=torch.float16), trained=False), tokens()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float() if parameter.requires_grad else parameter.data
+    regularizer, largest = attached(model), 0.0
+    for step, exponent in enumerate(range(8, 30, 2)):
+        clear(model)
+        with regularizer.step(step, loss_scale=2.0**exponent):
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = loss_of(model, ids)
+            (loss * 2.0**exponent).backward()
+        if not all(bool(gradient.isfinite().all()) for gradient in gradients(model).values()):
+            break
+        largest, metrics = 2.0**exponent, regularizer.metrics()
+        assert metrics["sketches_skipped"] == 0 and (step == 0 or metrics["guidance"] > 0)
+    assert largest >= 2**16 and exponent < 28  # the adapter has overflowed in the end
+
+
 def test_a_step_without_backward_changes_no_average() -> None:
     model = with_lora(tiny_llama())
     regularizer = attached(model)

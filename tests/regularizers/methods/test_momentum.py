@@ -229,6 +229,28 @@ def test_the_code_form_equals_the_authors_dense_one(case: str, clamp: float) -> 
     assert max(scales) == 0.5 if clamp == 0.5 else len(scales) > 10
 
 
+def test_the_code_form_knows_block_diagonal_factors() -> None:
+    """BD-LoRA stores the blocks alone: ε is that of the factors with their zeros."""
+    from peft.tuners.lora.config import BdLoraConfig
+
+    blocks = BdLoraConfig(target_modules_bd_a=["o_proj"], target_modules_bd_b=["q_proj"], nblocks=2)
+    model = with_lora(tiny_llama(), use_bdlora=blocks, target_modules=["q_proj", "o_proj"])
+    regularizer = attached(MGPO(rho=0.3, form="code"), model)
+    for t in range(2):
+        with regularizer.step(t):
+            epsilons = regularizer.perturbations() if t else {}
+            loss_of(model, tokens(seed=t)).backward()
+    assert len(epsilons) == 4 and all(float(e.norm()) > 0 for e in epsilons.values())
+    for name, e in epsilons.items():
+        assert e.shape == (model.get_submodule(name).out_features, model.get_submodule(name).in_features)
+
+
+@pytest.mark.parametrize("config", [MGPO(), MSAM()])
+def test_narrow_factors_are_refused(config: Any) -> None:
+    with pytest.raises(RegularizerError, match="bfloat16, which rounds a small step away; keep the adapter in float32"):
+        attached(config, with_lora(tiny_llama()).bfloat16())
+
+
 def test_the_code_form_leaves_embeddings_alone_and_needs_a_linear_layer(caplog: pytest.LogCaptureFixture) -> None:
     model = with_lora(tiny_llama(), target_modules=["embed_tokens", "q_proj"])
     regularizer = attached(CONFIGS["mgpo-code"], model)
@@ -263,7 +285,7 @@ def test_the_first_step_and_zero_rho_are_plain_to_the_bit() -> None:
 @pytest.mark.parametrize("name", THREE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adapter_and_backbone_come_back_bit_for_bit(name: str, dtype: torch.dtype) -> None:
-    model = with_lora(tiny_llama(dtype=dtype)).to(dtype)
+    model = with_lora(tiny_llama(dtype=dtype))
     optimizer = torch.optim.SGD(trained(model).values(), lr=1e-2)
     regularizer = attached(CONFIGS[name], model)
     frozen = frozen_checksums(model)

@@ -79,6 +79,11 @@ def test_relative_with_no_gradient_yet_uses_weights_alone(mode: str) -> None:
     assert torch.equal(shares(1.0, mode, v=0 * v, model=True)[0], NORMS)
 
 
+@pytest.mark.parametrize("mode", ["relative", "relative-product"])
+def test_a_gradient_that_has_faded_away_scales_nothing(mode: str) -> None:
+    assert torch.equal(shares(1.0, mode, v=V * 1e-36)[0], NORMS)
+
+
 def test_paper_is_the_literal_sum() -> None:
     guided, gradient = shares(0.01, "paper")
     assert torch.equal(guided, NORMS + 0.01 * V) and torch.equal(gradient, 0.01 * V)

@@ -173,6 +173,23 @@ def test_a_first_gradient_without_a_direction_leaves_the_second_pass_plain(kind:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_an_abandoned_step_is_no_unperturbed_one(kind: str) -> None:
+    model = with_lora(tiny_llama())
+    regularizer = attached(kind, model)
+    with pytest.raises(KeyError), regularizer.step(0) as passes:
+        for _ in passes:
+            (loss_of(model, tokens()) * 0).backward()
+        raise KeyError
+    assert not regularizer.state_dict()[f"{kind}.unperturbed"]
+
+
+@pytest.mark.parametrize("kind", ["lora-sam", "asam"])
+def test_narrow_factors_are_refused(kind: str) -> None:
+    with pytest.raises(RegularizerError, match="bfloat16, which rounds a small step away; keep the adapter in float32"):
+        attached(kind, with_lora(tiny_llama()).bfloat16())
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_one_pass_is_refused_with_the_loop_to_write(kind: str) -> None:
     model, ids = with_lora(tiny_llama()), tokens()
     before = bits(model)
