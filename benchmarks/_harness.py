@@ -330,7 +330,8 @@ class Benchmark:
         if mine and theirs and len(mine) != len(theirs):
             raise ValueError(f"row {what!r}: {len(mine)} runs of ours beside {len(theirs)} of the peer")
         ratios = [m / t for m, t in zip(mine, theirs, strict=False) if t]
-        evaluation = statistics.median(ratios) if ratios else (statistics.median(mine) if mine else None)
+        judged = ratios if peer_name else mine  # beside a peer a bar is on the ratio
+        evaluation = statistics.median(judged) if judged else None
         if bar is None and bar_op is not None:
             bar = f"{'ratio' if ratios or peer_name else unit} {bar_op} {bar_value:g}"
         row: dict[str, Any] = {

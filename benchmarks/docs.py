@@ -7,6 +7,7 @@ python -m benchmarks.docs          # a test fails when a page is stale
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,9 @@ def section(result: dict[str, Any], description: str) -> str:
         hidden = " ".join(f"{name}={value}" for name, value in machine["rehearsal"].items())
         where += f", with `{hidden}`"
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
-    commit = result["commit"][:10] + (" (uncommitted changes)" if result["dirty"] else "")
+    commits = Counter(row.get("commit", result["commit"])[:10] for row in result["rows"]).most_common()
+    commit = commits[0][0] if len(commits) < 2 else ", ".join(f"{name} ({rows} rows)" for name, rows in commits)
+    commit += " (uncommitted changes)" if result["dirty"] else ""
     lines = [
         f"## {result['name']}",
         "",

@@ -221,8 +221,8 @@ def over_targets(bench: Benchmark, documents: Mapping[str, Any], metric: str, ar
     targets, seeds = t_interval(list(gaps.mean(1))), t_interval(list(gaps.mean(0)))
     row = bench.row(
         f"{metric}, {arm} − {other}, mean of {len(gaps)} targets, {gaps.shape[1]} seeds each",
-        ours=[float(some[arm].mean()) for some in levels.values()],
-        peer=[float(some[other].mean()) for some in levels.values()],
+        ours=float(np.mean([some[arm] for some in levels.values()])),
+        peer=float(np.mean([some[other] for some in levels.values()])),
         peer_name=other,
         unit=metric,
     )
@@ -319,8 +319,10 @@ def accuracy_without_labels(target: str, document: Mapping[str, Any], test: Path
 
 
 def beside_cold(document: Mapping[str, Any]) -> tuple[Interval, np.ndarray, np.ndarray]:
-    """The mean of the warmed arms less the cold one at their rate, over seeds, and both by seed."""
-    warm = np.mean([by_seed(document, arm, "accuracy") for arm in WARM], axis=0)
+    """The mean of the warmed arms that have the rate of most, less the cold one at it, over seeds, and both by seed."""
+    rate = document["same_rate"]["lr"]
+    same = [arm for arm in WARM if document["tuned"][f"{arm}/plain"]["lr"] == rate]
+    warm = np.mean([by_seed(document, arm, "accuracy") for arm in same], axis=0)
     cold = np.array([document["same_rate"]["accuracy"][str(seed)] for seed in sorted(document["seeds"])])
     return t_interval((warm - cold).tolist()), warm, cold
 
@@ -330,7 +332,7 @@ def same_rate(bench: Benchmark, target: str, document: Mapping[str, Any]) -> Non
     gap, warm, cold = beside_cold(document)
     rate = document["same_rate"]["lr"]
     row = bench.row(
-        f"{target}: accuracy, mean of the warmed arms − cold at their rate, {rate:g}", ours=warm.tolist(),
+        f"{target}: accuracy, mean of the arms warmed at {rate:g} − cold at it", ours=warm.tolist(),
         peer=cold.tolist(), peer_name="cold, rate of the warmed", unit="accuracy",
     )  # fmt: skip
     row["difference"] = {"mean": gap.value, "low": gap.low, "high": gap.high, "confidence": 0.95}

@@ -15,6 +15,7 @@ import argparse
 import math
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks._harness import RESULTS, ROOT, Benchmark
@@ -163,14 +164,9 @@ def noise_groups(document: dict[str, Any]) -> dict[str, list[str]]:
 def group_differences(document: dict[str, Any], method: str, tasks: list[str]) -> dict[str, Any]:
     """A method minus the baseline on a group of tasks: accuracy over tasks and over seeds, ln sharpness over tasks."""
     results = [document["tasks"][task]["methods"][method] for task in tasks]
-    base = [document["tasks"][task]["methods"][document["baseline"]] for task in tasks]
     seeds = [result["difference"]["by_seed"] for result in results]
     shared = sorted(set.intersection(*(set(by_seed) for by_seed in seeds)))
-    sharp = [
-        math.log(ours["sharpness"] / peer["sharpness"])
-        for ours, peer in zip(results, base, strict=True)
-        if (ours["sharpness"] or 0) > 0 and (peer["sharpness"] or 0) > 0
-    ]
+    sharp = [math.log(result["sharpness_ratio"]) for result in results if result["sharpness_ratio"]]
     return {
         "tasks": t_interval([result["difference"]["value"] for result in results]),
         "seeds": t_interval([math.fsum(some[seed] for some in seeds) / len(seeds) for seed in shared]),
@@ -186,9 +182,9 @@ def group_rows(bench: Benchmark, document: dict[str, Any], group: str, tasks: li
             continue
         levels = [[document["tasks"][task]["methods"][one]["mean"]["value"] for task in tasks] for one in (name, base)]
         gaps = group_differences(document, name, tasks)
-        row = bench.row(
-            f"accuracy, {name}, {group}, {len(tasks)} tasks", "accuracy", ours=levels[0], peer=levels[1], peer_name=base
-        )
+        ours, peer = map(fmean, levels)
+        what = f"accuracy, {name}, {group}, mean of {len(tasks)} tasks"
+        row = bench.row(what, "accuracy", ours=ours, peer=peer, peer_name=base)
         row["difference"] = {"mean": gaps["tasks"].value, "low": gaps["tasks"].low, "high": gaps["tasks"].high}
         row["difference"]["confidence"] = 0.95
 
@@ -216,7 +212,7 @@ def noise_guide(document: dict[str, Any]) -> str:
     for name, method in methods.items():
         for group, tasks in noise_groups(document).items():
             results = [document["tasks"][task]["methods"][name] for task in tasks]
-            errors = f"{100 * max(result['train_error'] for result in results):.1f}"
+            errors = f"{100 * fmean(result['train_error'] for result in results):.1f}"
             if name == base:
                 mean = math.fsum(result["mean"]["value"] for result in results) / len(results)
                 lines.append(f"| `{name}` | {group} | accuracy {100 * mean:.1f} | – | {errors} | 1 | 1 | – |")

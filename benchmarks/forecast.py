@@ -177,7 +177,8 @@ def directions(results: Mapping[str, tuple[Forecast, Forecast]], axis: str) -> d
 
 
 def rank_costs(results: Mapping[str, tuple[Forecast, Forecast]]) -> dict[str, list[float]]:
-    """Points of trained error that a choice of the rank costs, task by task.
+    """Points of trained error that a choice of the rank costs, task by task, beside the rank that is best by the other
+    seeds: the least of the same means would lie below any rank's true error.
 
     By the command's rule (`fastest_setting`), by the predicted error alone (the mean of the ranks that share the
     least), by a coin, always the largest rank, and always the one that is best over all tasks, unknown before.
@@ -188,8 +189,9 @@ def rank_costs(results: Mapping[str, tuple[Forecast, Forecast]]) -> dict[str, li
         places = [where for where in settings() if where["adapter.rank"] == RANKS[0]]
         keys = [[key({**where, "adapter.rank": rank}) for rank in RANKS] for where in places]
         draws = np.array([[forecast["error"][name] for name in row] for row in keys]).transpose(0, 2, 1)
-        was = np.array([[np.mean(trained["error"][name]) for name in row] for row in keys])
-        lost = 100 * (was - was.min(1, keepdims=True))
+        was = np.array([[trained["error"][name] for name in row] for row in keys])  # (places, ranks, seeds)
+        others = (was.sum(-1, keepdims=True) - was).argmin(1)[:, None]
+        lost = 100 * (was - np.take_along_axis(was, others, 1)).mean(-1)
         rule = [
             fastest_setting(errors, np.array([forecast["speed"][name] for name in row]))
             for errors, row in zip(draws, keys, strict=True)
@@ -221,9 +223,10 @@ def judge(bench: Benchmark, name: str, results: Mapping[str, tuple[Forecast, For
             along = [key(dict(zip(AXES, (rank, rows, noise), strict=True))) for rows in ROWS]
             curves = np.array([forecast["error"][name] for name in along]).T
             change = extrapolate(ROWS[:-1], curves[:, :-1], ROWS[-1] - ROWS[-2])
-            wanted = np.mean(trained["error"][along[-1]]) - np.mean(trained["error"][along[-2]])
-            held.append(change.low is not None and change.high is not None and change.low <= wanted <= change.high)
-    what = f"{name}: 80 % intervals for twice the rows that hold the trained change"
+            assert change.low is not None and change.high is not None
+            runs = np.subtract(trained["error"][along[-1]], trained["error"][along[-2]])
+            held += ((change.low <= runs) & (runs <= change.high)).tolist()
+    what = f"{name}: 80 % intervals for twice the rows that hold a run's trained change"
     bench.row(what, "share", ours=float(np.mean(held)), minimum=0.7)
 
 

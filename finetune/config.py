@@ -307,7 +307,7 @@ class Train:
     precision fp32."""
     backbone_precision: Literal["auto", "same", "bf16"] = "auto"
     """Storage of frozen weights: in the compute precision (`same`), or in bf16 at half the memory of float32, each
-    widened when it is used (`bf16`; precision fp32, one process, 1.1 to 1.3 times the time). `auto` is `same` unless
+    widened when it is used (`bf16`; precision fp32, one process, .98 to 1.25 of the time). `auto` is `same` unless
     that does not fit into memory and bf16 does."""
     quantization: Quantization | None = None
     """Store the backbone's linear layers in 4 bits (`nf4`; `nf4-double` quantises the scales too) or 8 (`int8`); they

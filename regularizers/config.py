@@ -236,10 +236,9 @@ class Sharpness:
 
     def passes(self) -> int:
         """Return the maximum number of loss evaluations (a gradient counts as three) for these settings."""
-        gradients = 0
+        gradients = 1 + len(self.rhos) * (self.ascent - 1)
         if self.lanczos or self.probes:
-            gradients += 1 + 2 * (2 + LADDER) + 2 * (self.lanczos + self.probes) + (4 if self.lanczos else 0)
-        gradients += len(self.rhos) * (self.ascent - 1) + (1 if self.rhos else 0)
+            gradients += 2 * (2 + LADDER) + 2 * (self.lanczos + self.probes) + (4 if self.lanczos else 0)
         losses = 2 * self.draws * len(self.sigmas) + 2 * len(self.rhos) + self.lines * (self.line_points - 1)
         losses += max(self.plane_points**2 - 1, 0)
         return 2 + len(self.spaces) * (3 * gradients + losses)

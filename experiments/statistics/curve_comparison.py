@@ -60,10 +60,10 @@ class CurveComparison:
 
     @property
     def moved(self) -> bool:
-        """True if the interval of the threshold ratio excludes 1."""
-        if self.threshold is None or self.threshold.low is None or self.threshold.high is None:
-            return False
-        return not self.threshold.low <= 1 <= self.threshold.high
+        """True if the interval of the threshold ratio excludes 1; that of equal values has no width and excludes
+        nothing."""
+        low, high = (None, None) if self.threshold is None else (self.threshold.low, self.threshold.high)
+        return low is not None and high is not None and high - low > 1e-9 * high and not low <= 1 <= high
 
     @property
     def removed(self) -> bool:

@@ -62,7 +62,8 @@ def test_a_run_by_pairs_of_factors(kind: str, others: dict, tmp_path: Path) -> N
 
 def test_a_fixed_factor_is_in_no_norm_and_no_perturbation(tmp_path: Path) -> None:
     fixed = SMALL | {"optimizer.fixed": "[a]", "adapter.dropout": 0}
-    own = {"plain": {}, "checked": {"train.skip_nonfinite": 3}}
+    own = {"plain": {"regularizer.kind": "plain"}}
+    own["checked"] = own["plain"] | {"train.skip_nonfinite": 3}
     own["sam"] = {"regularizer.kind": "lora-sam", "regularizer.rho": 1e-9}
     norms = {}
     for name, settings in own.items():

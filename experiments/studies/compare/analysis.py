@@ -124,6 +124,7 @@ def _analyse_task(plan: ComparisonPlan, outcome: ComparisonResults, task: str) -
             "f1_macro": _mean_or_none([m.get("f1_macro") for m in metrics]),
             "loss": _mean_or_none([m.get("loss") for m in metrics]),
             "sharpness": _mean_or_none([result.get("sharpness") for result in finals]),
+            "sharpness_ratio": (_sharpness_ratio(plan, outcome, method, [task]) or {}).get("ratio"),
             "train_error": _mean_or_none([result.get("train_error") for result in finals]),
             "step_cpu_s": _mean_or_none([result.get("step_cpu_s") for result in finals]),
             "equal_time": equal_time,
@@ -246,7 +247,7 @@ def _bootstrap_endpoint(
         return None
     runs = [outcome.finals[method, task] for task in tasks for method in (ours, base)]
     kept = [i for i, seed in enumerate(zip(*runs, strict=False)) if all(run["status"] != "failed" for run in seed)]
-    if not kept:
+    if len(kept) < 2:
         return None
     differences = []
     for task in tasks:

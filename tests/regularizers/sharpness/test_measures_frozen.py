@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -71,6 +72,10 @@ def test_terms_of_a_loss_are_its_sum_and_progress_stays_within_what_was_announce
     counts = [passes for passes, _ in told]
     assert counts == sorted(counts) and 0.8 * SMALL.passes() < counts[-1] <= SMALL.passes()
     assert {"adapter: λ_max", "full: plane"} <= {what for _, what in told}
+    told.clear()
+    few = replace(SMALL, lanczos=0, probes=0, rhos=())
+    measure(model, lambda: loss_of(model, IDS), few, progress=lambda passes, what: told.append((passes, what)))
+    assert told[-1][0] <= few.passes()
 
 
 def test_what_is_only_asked_for_is_measured() -> None:
