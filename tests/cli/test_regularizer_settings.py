@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -107,3 +108,93 @@ def test_each_setting_has_its_effect(
     settings: dict[str, object], check: Callable[[Lines, Lines], None], usual: Lines, backbone: Path, tmp_path: Path
 ) -> None:
     check(trained(tmp_path / "run", backbone, **settings), usual)
+
+
+def own_noise(ours: Lines, usual: Lines) -> None:
+    assert ours["loss"][0] != usual["loss"][0] and ours["row_sigma_mean"][:1] == same(usual["row_sigma_mean"][:1])
+
+
+def norm_of(first: float) -> Callable[[Lines, Lines], None]:
+    def the_step_has_it(ours: Lines, usual: Lines) -> None:
+        at = ours["perturbation_norm"].index(next(filter(None, ours["perturbation_norm"])))
+        assert ours["perturbation_norm"][at] == pytest.approx(first, rel=1e-4) != usual["perturbation_norm"][at]
+
+    return the_step_has_it
+
+
+def no_memory(higher: bool) -> Callable[[Lines, Lines], None]:
+    """The last gradient is the momentum; the other sign leads to a higher or a lower loss."""
+
+    def it_has_none(ours: Lines, usual: Lines) -> None:
+        assert ours["momentum_norm"] == same(ours["gradient_norm"]) != same(usual["momentum_norm"])
+        assert (ours["loss"][1] > usual["loss"][1]) == higher and ours["loss"][1] != usual["loss"][1]
+        assert ours.get("gradient_norm_average", ours["gradient_norm"]) == same(ours["gradient_norm"])
+
+    return it_has_none
+
+
+def a_constant(ours: Lines, usual: Lines) -> None:
+    assert ours["alpha"] == same([0.1] * 3) and usual["alpha"] == same([0.05, 0.1 / 3, 0.05 / 3])
+
+
+def the_larger_factor(ours: Lines, usual: Lines) -> None:
+    """Of the factors, not of their gradients: one shrinks and none grows, which at this rate is 1e-5 of their norms."""
+    assert ours["alpha"] == same([0.05, 0.0375, 0.0125]) and 0 < ours["balance"][0] < 1
+    assert all(
+        0 < abs(one - other) < 1e-4 for one, other in zip(ours["balance"][1:], usual["balance"][1:], strict=True)
+    )
+
+
+def other_flat_noise(ours: Lines, usual: Lines) -> None:
+    assert ours["sigma"] == same([0.1] * 3) and usual["sigma"] == same([0, 0.0125, 0.0375])
+    assert ours["norms_refreshed"] == [14, 14, 14] and ours["loss"][0] != usual["loss"][0]
+
+
+def a_second_adapter(ours: Lines, usual: Lines) -> None:
+    assert ours["auxiliary_norm"] == same([0.1] * 3) and usual["auxiliary_norm"] == same([0.05] * 3)
+    assert ours["loss"][1] != usual["loss"][1]
+
+
+def a_slow_second_adapter(ours: Lines, usual: Lines) -> None:
+    assert ours["auxiliary_norm"][0] < 0.01 and ours["auxiliary_clips"] == [0, 0, 0]
+
+
+@pytest.fixture(scope="module")
+def defaults(backbone: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Lines]:
+    """The lines of a kind with its own defaults."""
+    folder = tmp_path_factory.mktemp("defaults")
+    return functools.cache(lambda kind: trained(folder / kind, backbone, kind=kind))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "check"),
+    [
+        ("ggpo", {"scope": "microbatch"}, own_noise),
+        ("ggpo", {"scope": "sample"}, own_noise),
+        ("ggpo", {"beta": 3}, lambda ours, _: ours["gradient_share"] == same([0, 0.75, 0.75]) or pytest.fail()),
+        ("sam", {"rho": 0.1}, norm_of(0.1)),
+        ("lora-sam", {"rho": 0.1}, norm_of(0.1)),
+        ("asam", {"rho": 1.0}, norm_of(0.01)),
+        ("asam", {"eta": 0.02}, norm_of(0.01)),
+        ("mgpo", {"rho": 0.1}, norm_of(2 * 0.047604)),
+        ("mgpo", {"momentum": 0, "ema": 0, "sign": -1}, no_memory(higher=False)),
+        ("mgpo", {"form": "code", "clamp": 0.5, "rho": 0.1}, norm_of(0.05 * 14**0.5)),
+        ("msam", {"rho": 0.1}, norm_of(0.1)),
+        ("msam", {"momentum": 0, "sign": 1}, no_memory(higher=True)),
+        ("bar", {"alpha": 0.1, "schedule": "constant"}, a_constant),
+        ("bar", {"form": "obar", "schedule": "cosine"}, the_larger_factor),
+        ("flat-lora", {"sigma": 0.1, "schedule": "constant", "refresh": 1, "rank": 2}, other_flat_noise),
+        ("bi-lora", {"rho": 0.1, "rank": 2}, a_second_adapter),
+        ("bi-lora", {"lr_scale": 1e-3}, a_slow_second_adapter),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else value if isinstance(value, str) else "",
+)
+def test_each_setting_of_the_other_methods_has_its_effect(
+    kind: str,
+    settings: dict[str, object],
+    check: Callable[[Lines, Lines], None],
+    defaults: Callable[[str], Lines],
+    backbone: Path,
+    tmp_path: Path,
+) -> None:
+    check(trained(tmp_path / "run", backbone, kind=kind, **settings), defaults(kind))
