@@ -25,6 +25,7 @@ CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 5.0, "query_pr
 T5 = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
 MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (tf.LlamaForCausalLM, tf.LlamaConfig, {**SIZES, "num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "four blocks": (tf.LlamaForCausalLM, tf.LlamaConfig, {**SIZES, "num_hidden_layers": 4}),
     "gemma2": (tf.Gemma2ForCausalLM, tf.Gemma2Config, {**SIZES, **HEADS, **CAPS}),
     "gpt2": (tf.GPT2LMHeadModel, tf.GPT2Config, {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}),
     "bert": (tf.BertForMaskedLM, tf.BertConfig, BERT),
@@ -76,6 +77,18 @@ CASES = {
 }
 MORE = {
     "freed stages, pp × dp": Case("llama", {}, PP | {"mesh.dp": 2, "mesh.reshard": "true"}),
+    **{
+        f"{schedule}, pp": Case("four blocks", {}, PP | {"mesh.schedule": schedule} | own)
+        for schedule, own in {
+            "gpipe": {},
+            "1f1b": {"mesh.microbatches": 4},
+            "zero-bubble": {},
+            "zbv": {},
+            "interleaved": {"mesh.virtual": 2, "mesh.microbatches": 4},
+        }.items()
+    },
+    **{f"zero {stage}, dp": Case("llama", {}, {"mesh.dp": 2, "mesh.zero": stage}) for stage in (1, 2)},
+    "kept whole, dp": Case("llama", {}, {"mesh.dp": 2, "mesh.adapters": "replicate", "mesh.reshard": "false"}),
     "dft, pp": Case("llama", {"task.dft": "true"}, PP),
     "dft, cp": Case("gemma2", {"task.dft": "true"}, CP),
     "dft, dp": Case("gpt2", {"task.dft": "true"}, {"mesh.dp": 2}),
