@@ -180,7 +180,7 @@ def select_into(
     if sides.x is not None and sides.y is not None and can_check(spec):
         with show_progress(console) as progress:
             checks = run_selection_checks(
-                spec, selector, sides, seed=recipe.train.seed, console=console, progress=progress
+                spec, selector, sides, chosen, seed=recipe.train.seed, console=console, progress=progress
             )
     profile = None
     if spec.checks:

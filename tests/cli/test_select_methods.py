@@ -234,7 +234,7 @@ def test_mistakes_are_one_sentence(base: list[str], tmp_path: Path, capsys, more
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("method", ["cynical", "knn", "random", "domains"])
+@pytest.mark.parametrize("method", ["cynical", "knn", "gotd", "random", "domains"])
 def test_no_text_is_chosen_twice(base: list[str], tmp_path: Path, method: str, capsys) -> None:
     """Of a pool in which every text stands thrice, in other case and blanks; fewer than the budget: copies fill up."""
     pool = Path(base[2])
@@ -244,12 +244,17 @@ def test_no_text_is_chosen_twice(base: list[str], tmp_path: Path, method: str, c
     words = [*base[:-2], "--method", method, "--select.method.shares", "{a: 1, b: 1}"][
         : -2 if method != "domains" else None
     ]
-    vectors = ["--select.embedder.dim", "8"] if method == "knn" else []
+    vectors = ["--select.embedder.dim", "8"] if method in ("knn", "gotd") else []
     assert run([*words, *vectors]) == 0
     lines = [json.loads(line) for line in (tmp_path / "out" / "selected.jsonl").read_text().splitlines()]
     assert len({" ".join(line["text"].lower().split()) for line in lines}) == len({line["id"] for line in lines}) == 12
     if method == "domains":
         assert sorted(line["domain"] for line in lines) == ["a"] * 6 + ["b"] * 6
+    if method == "gotd":  # checked is what was written
+        columns, manifest = result(tmp_path)
+        reading = manifest["selection"]["checks"]["fitted"]["selection"][0]
+        scores = np.array(columns["score"])[columns["selected"]]
+        assert reading["predicted"] == pytest.approx(0.1 * scores.mean(), rel=1e-5)
     if method == "knn":
         assert "say the same as one before them" in capsys.readouterr().err
         write_jsonl(pool, copies[:9] + copies[9:12] * 4)
