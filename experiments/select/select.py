@@ -95,8 +95,8 @@ def select(
     """Run a recipe's `select` block into the new directory `out` (atomically) and return its manifest.
 
     Called again after a kill with the same recipe, it continues from `out`/state: a long transport solve from its last
-    full pass, with bit-identical results; a model's vectors and losses from their last shard; with any method, slow
-    scores are not computed again.
+    full pass, with bit-identical scores and selection; a model's vectors and losses from their last shard; with any
+    method, slow scores are not computed again.
 
     draw: draws the report page inside the directory. fit: fits the selector in place of its own `fit`
     (`flatshift.experiments.select.ranks`). on: executor that runs the stages over shards of the pool
