@@ -355,7 +355,8 @@ def _fit_selector(
     if isinstance(spec.method, Auto):
         _print_compared_methods(diagnostics, console)
     rounds = spec.method.rounds if isinstance(spec.method, GotD) else 1
-    if rounds > 1 and 1 <= (used := len(diagnostics["rounds"])) < min(rounds, spec.budget):
+    used = len(diagnostics["rounds"]) if rounds > 1 and diagnostics["held_out"] else 0
+    if 1 <= used < min(rounds, spec.budget):
         counted = "the first alone counts" if used == 1 else f"only {used} count"
         advice = "; the selection is that of one step (select.method.rounds: 1)" if used == 1 else ""
         console.say(

@@ -152,8 +152,11 @@ def test_rounds_that_end_in_one_step_say_so(base: list[str], tmp_path: Path, cap
 
     told = RoundsResult.diagnostics
     monkeypatch.setattr(RoundsResult, "diagnostics", lambda self: told(self) | {"rounds": [12]})
-    assert run([*base, "--method", "gotd", "--select.method.rounds", "4", "--select.checks", "false"]) == 0
+    words = [*base, "--method", "gotd", "--select.method.rounds", "4", "--select.checks", "false"]
+    assert run(words) == 0
     assert "of 4 rounds the first alone counts: by the target that was held out" in capsys.readouterr().err
+    assert run([*words, "--select.method.holdout", "0", "--out", str(tmp_path / "unchecked")]) == 0
+    assert "held out" not in capsys.readouterr().err
 
 
 def test_contrast_moves_away_from_the_negatives(base: list[str], tmp_path: Path) -> None:

@@ -203,6 +203,10 @@ def test_warnings_say_what_failed():
     assert "away from the target" in wrong.warnings()[0]
     assert any("no nearer than a random draw" in sentence for sentence in wrong.warnings())
     assert wrong.fitted["selection"][0].ratio is None
+    # The whole pool as a selection: what is promised is rounding.
+    for rows in (x, np.ones((40, 6))):
+        whole = check_selection(rows, y, np.arange(len(rows)), budget=len(rows), refit=lambda r, *_: np.arange(len(r)))
+        assert not any("distance" in sentence or "score" in sentence for sentence in whole.warnings())
 
 
 def test_few_targets_are_not_halved_and_points_that_coincide_are_not_checked():
