@@ -113,7 +113,8 @@ def sinkhorn_potentials(
     0 (scored, but not part of the distribution). epsilon: multiple of the exact weighted mean cost. tolerance: L1 error
     of the target marginal; None is 1e-9 up to N·M = 1e7 and 1e-3 above. seed: of the subsample of large pools.
     nearest: also find each row's main target. max_iterations, max_passes: when either is used up before the tolerance,
-    a ConvergenceWarning is given and `converged` is False. memory_bytes: limit for the solver in addition to the pool,
+    a ConvergenceWarning is given and `converged` is False; corrections between passes, up to 200 iterations each, are
+    limited by passes alone. memory_bytes: limit for the solver in addition to the pool,
     its result included, minus held_bytes, which the caller holds. chunk: rows per tile (None: chosen for cache; the
     result does not depend on it). method: None chooses by size; "exact", "cached" and "streamed" force one.
     progress: called as (stage, done, total); `flatshift.selection.transport.progress.ProgressPrinter` prints it as

@@ -170,6 +170,8 @@ def test_a_limit_that_is_reached_is_told():
     with pytest.warns(ConvergenceWarning, match="above the tolerance"):
         p = sinkhorn_potentials(x, y, epsilon=0.005, max_iterations=3)
     assert not p.converged and p.marginal_error > p.tolerance
+    with pytest.warns(ConvergenceWarning):  # also by the stages of falling ε
+        assert sinkhorn_potentials(x, y, epsilon=1e-5, max_iterations=3).iterations <= 6
     with pytest.warns(ConvergenceWarning):
         q = sinkhorn_potentials(x, y, epsilon=0.01, method="streamed", tolerance=1e-8, max_passes=1)
     assert q.passes == 1 and not q.converged
