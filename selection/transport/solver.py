@@ -156,7 +156,8 @@ def sinkhorn_potentials(
         team.check_same(
             "settings", replace(settings, progress=None, state=None, device=torch.device("cpu")), method, nearest
         )
-        if problem.mean_cost <= 1e-30 * (max(team.gather(float(problem.x_squared.max()))) + 1.0):
+        size = max(team.gather(float(problem.x_squared.max()))) + float(problem.centre @ problem.centre)
+        if problem.mean_cost <= 1e-30 * size + 1e-290:  # rounding, or lost below the smallest numbers
             return _coincident_potentials(problem, settings, nearest)
         result = _to_potentials(problem, settings, _solve_by_method(problem, settings, method, nearest))
     if not result.converged:
