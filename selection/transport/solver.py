@@ -311,8 +311,8 @@ def _coincident_potentials(problem: TransportProblem, settings: SolverSettings, 
 
 
 def exact_bytes(n: int, m: int) -> int:
-    """Return the memory of `solve_exact` without vectors and Newton's matrices: the cost and its kernel."""
-    return 16 * n * m + (8 * n * m if m > n else 0)
+    """Return the memory of `solve_exact` without Newton's matrices: the cost, its kernel, and some 12 vectors a side."""
+    return 16 * n * m + (8 * n * m if m > n else 0) + 100 * (n + m)
 
 
 def solve_exact(problem: TransportProblem, settings: SolverSettings, nearest: bool) -> SolverResult:
@@ -325,8 +325,8 @@ def solve_exact(problem: TransportProblem, settings: SolverSettings, nearest: bo
     if flipped:  # tiles 2 x_i·y_j − |x_i|² for target rows j over pool columns i; rows of weight 0 do not matter
         index = torch.from_numpy(np.flatnonzero(problem.a)).to(rows.device)
         y_squared = torch.from_numpy((problem.y**2).sum(1)).to(rows.device)
-        affinity = rows.affinity[index].T + y_squared.unsqueeze(1) - rows.squared[index]
-        sides = DenseRows(affinity.contiguous(), rows.b, rows.a[index], y_squared)
+        affinity = rows.affinity[index].T.contiguous().add_(y_squared.unsqueeze(1)).sub_(rows.squared[index])
+        sides = DenseRows(affinity, rows.b, rows.a[index], y_squared)
     kernel = StoredKernel(sides, settings.epsilon, chunk=settings.chunk)
     final = StreamedEvaluator(rows, settings.epsilon, chunk=settings.chunk)
 
