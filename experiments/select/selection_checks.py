@@ -55,7 +55,8 @@ def run_selection_checks(
 ) -> dict[str, Any] | None:
     """Return the manifest entry of `flatshift.selection.checks`; None if all features coincide or a check failed.
 
-    chosen: row numbers of the selection. Prints warnings. A finished selection never fails because of its check: errors in it are printed, too.
+    chosen: row numbers of the selection. Prints warnings. A finished selection never fails because of its check: errors
+    in it are printed, too.
     """
     from flatshift.selection.checks.check import check_selection
     from flatshift.selection.checks.coverage import target_coverage

@@ -311,7 +311,7 @@ def _coincident_potentials(problem: TransportProblem, settings: SolverSettings, 
 
 
 def exact_bytes(n: int, m: int) -> int:
-    """Return the memory of `solve_exact` without Newton's matrices: the cost, its kernel, and some 12 vectors a side."""
+    """Return the memory of `solve_exact` without Newton's matrices: the cost, its kernel, some 12 vectors a side."""
     return 16 * n * m + (8 * n * m if m > n else 0) + 100 * (n + m)
 
 
