@@ -374,6 +374,9 @@ def _with_absolute_paths(recipe: Recipe) -> Recipe:
         paths = {name: getattr(features, name) for name in ("pool", "target", "negative")}
         paths = {name: path if is_remote(path) else absolute(path) for name, path in paths.items()}
         select = dataclasses.replace(select, embedder=dataclasses.replace(features, **paths))
+    if select is not None and (path := getattr(select.embedder, "path", "")) and Path(path).exists():
+        vectors: dict[str, Any] = {"path": absolute(path)}
+        select = dataclasses.replace(select, embedder=dataclasses.replace(select.embedder, **vectors))
     backbone = absolute(recipe.backbone) if Path(recipe.backbone).exists() else recipe.backbone
     start, under = absolute(recipe.adapter.start), absolute(recipe.adapter.under)
     adapter = dataclasses.replace(recipe.adapter, start=start, under=under)

@@ -177,7 +177,7 @@ _BLOCK_ROWS = 1 << 14  # hashed at a time: features of the user may be a memory 
 class ScoreCheckpoint:
     """Scores of a fitted selector in `directory`, tied to the exact texts they belong to.
 
-    Selectors with transport potentials are not stored here: their solver keeps its own passes
+    Selectors with the parameter `state` are not stored here: their solver keeps its own passes
     (`flatshift.selection.transport`).
     """
 
@@ -188,7 +188,7 @@ class ScoreCheckpoint:
 
     def save(self, selector: Selector) -> None:
         """Write the file that `restore` reads."""
-        if any(hasattr(part, "potentials_") for part in (selector, getattr(selector, "inside", None))):
+        if any(hasattr(part, "state") for part in (selector, getattr(selector, "inside", None))):
             return
         diagnostics = np.array(json.dumps(to_json_values(selector.diagnostics_)))
         optional = {"nearest": selector.nearest_target_, "readings": selector.readings_}

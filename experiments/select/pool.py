@@ -21,7 +21,7 @@ from flatshift.experiments.recipe.schema import Recipe, Select
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.select.stages import Stages
 from flatshift.finetune.data.config import Columns, Files
-from flatshift.finetune.data.rows import Row, limit_rows, read_rows, require_rows
+from flatshift.finetune.data.rows import Row, count_records, limit_rows, read_rows, require_rows
 from flatshift.finetune.data.view import RowView, spill_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.backbone import open_backbone
@@ -100,7 +100,7 @@ def read_pool(spec: Select, seed: int, directory: Path, console: Console, stages
         view, skipped = stages.read(spec, _named_columns(spec))
     if not len(view):
         require_rows([], files=spec.pool.files, purpose="pool", skipped=skipped)
-    total = len(view) + len(skipped)
+    total = count_records(len(view), skipped)
     if spec.pool.limit is not None:
         view = view.take(limit_rows(range(len(view)), spec.pool.limit, seed=derive_seed(seed, "limit", "pool")))
     return PoolRecords(view, skipped, total)
@@ -112,7 +112,7 @@ def read_records(files: Files, spec: Select, seed: int, name: str) -> Records:
     rows = _read_rows(files, spec, name, skipped)
     good = require_rows(rows, files=files.files, purpose=name, skipped=skipped)
     limited = limit_rows(good, files.limit, seed=derive_seed(seed, "limit", name))
-    return Records(limited, skipped, len(good) + len(skipped))
+    return Records(limited, skipped, count_records(len(good), skipped))
 
 
 def cut_pool(recipe: Recipe, view: RowView, console: Console) -> RowView:

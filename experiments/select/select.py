@@ -95,8 +95,8 @@ def select(
     """Run a recipe's `select` block into the new directory `out` (atomically) and return its manifest.
 
     Called again after a kill with the same recipe, it continues from `out`/state: a long transport solve from its last
-    full pass, with bit-identical results; a model's vectors and losses from their last shard; with any method, slow
-    scores are not computed again.
+    full pass, with bit-identical scores and selection; a model's vectors and losses from their last shard; with any
+    method, slow scores are not computed again.
 
     draw: draws the report page inside the directory. fit: fits the selector in place of its own `fit`
     (`flatshift.experiments.select.ranks`). on: executor that runs the stages over shards of the pool
@@ -180,7 +180,7 @@ def select_into(
     if sides.x is not None and sides.y is not None and can_check(spec):
         with show_progress(console) as progress:
             checks = run_selection_checks(
-                spec, selector, sides, seed=recipe.train.seed, console=console, progress=progress
+                spec, selector, sides, chosen, seed=recipe.train.seed, console=console, progress=progress
             )
     profile = None
     if spec.checks:
@@ -355,7 +355,8 @@ def _fit_selector(
     if isinstance(spec.method, Auto):
         _print_compared_methods(diagnostics, console)
     rounds = spec.method.rounds if isinstance(spec.method, GotD) else 1
-    if rounds > 1 and 1 <= (used := len(diagnostics["rounds"])) < min(rounds, spec.budget):
+    used = len(diagnostics["rounds"]) if rounds > 1 and diagnostics["held_out"] else 0
+    if 1 <= used < min(rounds, spec.budget):
         counted = "the first alone counts" if used == 1 else f"only {used} count"
         advice = "; the selection is that of one step (select.method.rounds: 1)" if used == 1 else ""
         console.say(

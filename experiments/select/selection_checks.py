@@ -47,6 +47,7 @@ def run_selection_checks(
     spec: Select,
     selector: Selector,
     sides: PoolAndTarget,
+    chosen: np.ndarray,
     *,
     seed: int,
     console: Console,
@@ -54,7 +55,8 @@ def run_selection_checks(
 ) -> dict[str, Any] | None:
     """Return the manifest entry of `flatshift.selection.checks`; None if all features coincide or a check failed.
 
-    Prints warnings. A finished selection never fails because of its check: errors in it are printed, too.
+    chosen: row numbers of the selection. Prints warnings. A finished selection never fails because of its check: errors
+    in it are printed, too.
     """
     from flatshift.selection.checks.check import check_selection
     from flatshift.selection.checks.coverage import target_coverage
@@ -66,11 +68,13 @@ def run_selection_checks(
     inner = ranking_method(spec.method)
     cost = getattr(inner, "cost", "sqeuclidean")
     seed = derive_seed(seed, "checks")
+    ranked = np.argsort(selector.ranks())
+    order = np.concatenate([chosen, ranked[~np.isin(ranked, chosen)]])
     with non_fatal(console):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # a tolerance missed on a part is in `marginal_error`
             result = check_selection(
-                x, y, np.argsort(selector.ranks()), budget=spec.budget, refit=_refit_function(spec, sides, seed),
+                x, y, order, budget=spec.budget, refit=_refit_function(spec, sides, seed),
                 weights=sides.weights,
                 epsilon=potentials.epsilon if potentials is not None and potentials.epsilon > 0 else None, cost=cost,
                 in_rounds=isinstance(inner, GotD) and inner.rounds > 1, seed=seed, progress=progress,

@@ -39,7 +39,7 @@ from flatshift.finetune.atomic import make_directory, read_json_object, write_js
 from flatshift.finetune.data.config import Columns
 from flatshift.finetune.data.files import HUB, describe_content, expand_files, file_digest
 from flatshift.finetune.data.remote import RemoteFile
-from flatshift.finetune.data.rows import Row, missing_column_message, read_rows, repeated_id_message
+from flatshift.finetune.data.rows import Row, count_records, missing_column_message, read_rows, repeated_id_message
 from flatshift.finetune.data.view import RowStore, RowView, write_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.launch.spawn import THREAD_VARIABLES
@@ -430,14 +430,12 @@ class _ReadFile:
 
         with atomic_path(_rows_file(self.directory, number)) as path:
             write_rows(rows(), path, columns=self.columns, domain_column=self.domain_column)
-        # The rest of a file that breaks off is one bad row, and no record.
-        records = len(ids) + sum(not reason.endswith(" records before that were read") for reason in skipped)
         content = describe_content(paths[number])
         record = {
             "identity": identity,
             "sha256": content["sha256"] or identity,
             "content": content,
-            "records": records,
+            "records": count_records(len(ids), skipped),
             "rows": len(ids),
             "skipped": skipped,
             "columns": list(columns),

@@ -33,6 +33,7 @@ _Any = TypeVar("_Any")
 
 _HALF_PAIR = "has half of a surrogate pair, which is not text"
 _DEFAULT = Columns()
+_BREAK = " records before that were read"
 
 
 FORMS = {
@@ -209,7 +210,12 @@ def _read_until_broken(path: DataFile, skipped: list[str] | None) -> Iterator[Fi
             yield record
     except BrokenFile as error:
         if skipped is not None:
-            skipped.append(f"{error}; {count:,} records before that were read")
+            skipped.append(f"{error}; {count:,}{_BREAK}")
+
+
+def count_records(good: int, skipped: Iterable[str]) -> int:
+    """Count the records among `good` rows and the reasons in `skipped`: the rest of a file that breaks off is none."""
+    return good + sum(not reason.endswith(_BREAK) for reason in skipped)
 
 
 class _ColumnMapper:

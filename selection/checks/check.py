@@ -245,7 +245,9 @@ class SelectionCheck:
         warnings = []
         first, *_ = readings = self.fitted["selection"]
         half = readings[SHARES.index(0.5)]
-        if first.predicted >= 0:
+        if abs(first.predicted) <= 1e-12 * self.distance:
+            pass  # rounding, as of a selection of the whole pool
+        elif first.predicted > 0:
             warnings.append(
                 "the mean score of the selection is not negative: to first order it moves the pool away from the target"
             )
@@ -347,7 +349,7 @@ def check_selection(
     rows = np.asarray(x[sample.rows], dtype=np.float64)
     target_features = np.asarray(y[targets], dtype=np.float64)
     scale = mean_cost(rows, target_features, weights=sample.mass, cost=cost)
-    if not scale > 1e-30 * (1.0 + float(np.abs(rows).max()) ** 2):
+    if not scale > 1e-30 * float(np.abs(scaled_features(rows, cost)).max()) ** 2 + 1e-290:
         return None
     epsilon = relative * scale if epsilon is None else epsilon
     done, total = 0, 2 + splits

@@ -66,6 +66,8 @@ def write_manifest(directory: str | Path) -> Path:
         raise SelectionError(f"{root}: {bare} has no .ids file and other shards have; give all of them ids, or none")
     shards: list[dict[str, Any]] = []
     first = load_features(files[0], flag="shard")
+    if str(first.dtype) not in TYPES:
+        raise SelectionError(f"{files[0]}: rows of {first.dtype} are not read; write it as float32")
     for file in files:
         matrix = load_features(file, flag="shard")
         shard: dict[str, Any] = {"file": file.name, "rows": len(matrix), "sha256": _file_digest(file)}

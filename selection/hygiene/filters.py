@@ -273,7 +273,7 @@ def check_repetition(texts: Sequence[str], limits: hygiene_config.Repetition) ->
     }
     limit_of |= {f"characters in the commonest {n}-gram": limit for n, limit in enumerate(limits.top_ngrams, start=2)}
     limit_of |= {f"characters in repeated {n}-grams": limit for n, limit in enumerate(limits.repeated_ngrams, start=5)}
-    long = np.array([len(WORDS.findall(text)) >= limits.min_words for text in texts])
+    long = np.array([len(WORDS.findall(text)) >= limits.min_words for text in texts], dtype=bool)
     long_texts = [text for text, enough in zip(texts, long, strict=True) if enough]
     for name, shares in repetition_shares(
         long_texts, top=len(limits.top_ngrams), repeated=len(limits.repeated_ngrams)

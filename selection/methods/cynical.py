@@ -103,14 +103,14 @@ class CynicalSelector(TokenSelector, Cynical):
         self._base = (1.0 - self.mixture) / self.mixture * tokens * count / (len(rows.flat) + 1.0)
         short = rows.lengths < self.minimum
         selection = self._select_greedily(rows, pool.shards, ~short, (budget, tokens), progress)
-        self.scores_ = self._bounds(rows, pool.shards, self._base + selection.counts, None)
+        scale = max(tokens, 1.0) / len(_ORDERS)
+        self.scores_ = scale * self._bounds(rows, pool.shards, self._base + selection.counts, None)
         self.readings_, distinct = selection.rows, np.unique(selection.rows, return_index=True)
         if len(selection.rows):
             # Up to rounding, gains never increase, and no remaining gain is above the last one taken.
-            reached = np.maximum.accumulate(selection.scores)
+            reached = scale * np.maximum.accumulate(selection.scores)
             np.maximum(self.scores_, np.nextafter(reached[-1], np.inf), out=self.scores_)
             self.scores_[distinct[0]] = reached[distinct[1]]
-        self.scores_ *= max(tokens, 1.0) / len(_ORDERS)
         self.scores_ = move_behind(self.scores_, short, self.scores_)
         self.diagnostics_ = {
             "tokens_pool": len(rows.flat),

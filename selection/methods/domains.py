@@ -72,12 +72,22 @@ class DomainsSelector(Selector):
         if quota[-1]:
             self.quotas_["(none)"] = int(quota[-1])
         ideal = shares * budget
+        # A domain's cut: the last row within its quota, and the first beyond.
+        cut = (quota > 0) & (quota < size)
+        last, first = (inner.scores_[order[np.where(cut, starts + quota - i, 0)]] for i in (1, 0))
+        alike = (cut & (first == last))[member] & (inner.scores_ == last[member])
         self.diagnostics_ = {
             "quotas": self.quotas_,
+            "ties": int(alike.sum()),
             "short": sorted(name for name, i in number_of.items() if size[i] < int(ideal[i])),
             "absent": absent,
             "inside": inner.diagnostics_,
         }
+
+    def ties(self, k: int) -> int:
+        """Count as `Selector.ties`; at `budget` by the scores of `inside`, at the cut of each domain."""
+        ties = super().ties(k)
+        return int(self.diagnostics_["ties"]) if k == self.budget else ties
 
     def _shares(self, names: Sequence[str], target: Target) -> tuple[np.ndarray, list[str]]:
         """Return weights (len(names),) that sum to 1, and the target's domains that the pool lacks."""

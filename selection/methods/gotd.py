@@ -89,6 +89,13 @@ class GotD(TransportSettings):
         super().check()
         if self.debiased and self.rounds > 1:
             raise SelectionError(f"rounds cannot be {self.rounds} with debiased; set rounds to 1 or debiased to false")
+        for name, other, idle in (
+            ("mixture", "rounds above 1", self.rounds == 1),
+            ("holdout", "rounds above 1", self.rounds == 1),
+            ("self_sample", "debiased: true", not self.debiased),
+        ):
+            if idle and getattr(self, name) != getattr(GotD, name):
+                raise SelectionError(f"{name} has no effect without {other}; leave it out, or set {other}")
 
 
 class GotDSelector(TransportSelector, GotD):

@@ -53,7 +53,9 @@ class KNNSelector(Selector, KNN):
         else:
             # Shards of whole tiles: products then have the shapes, and the roundings, of one process.
             step = tile_rows(len(y), self.chunk)
-            inputs = {"target": np.asarray(y)} | ({"pool": x} if isinstance(x, np.ndarray) else {})
+            inputs = {"target": np.asarray(y)}
+            if isinstance(x, np.ndarray) and not isinstance(x, np.memmap):  # rows on disk are read where they are
+                inputs["pool"] = x
             search = partial(_search_shard, rows=sendable_rows(x, 0, 0 if "pool" in inputs else len(x)), chunk=step)
             parts = pool.shards("neighbours", search, inputs=inputs, align=step)
             self.scores_ = np.concatenate([part["squared"] for part in parts])

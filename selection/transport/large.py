@@ -39,12 +39,13 @@ THINNED = 40  # rows per target from which a quarter of the subsample is solved 
 
 
 def choose_dtype(problem: TransportProblem, settings: SolverSettings) -> torch.dtype:
-    """Return float32 for tiles if its rounding, |S|·2⁻²⁴ at the largest logit, is well below the tolerance, else
-    float64."""
+    """Return float32 for tiles if its rounding, |S|·2⁻²⁴ at the largest logit, is well below the tolerance, and 1/ε
+    among its numbers; else float64."""
     y_norm = math.sqrt(float((problem.y**2).sum(1).max()))
     x_norm = math.sqrt(max(problem.team.gather(float(problem.x_squared.max()))))
     largest = y_norm * (2.0 * x_norm + y_norm) / settings.epsilon
-    return torch.float32 if largest * 2.0**-24 <= 0.1 * settings.tolerance else torch.float64
+    narrow = largest * 2.0**-24 <= 0.1 * settings.tolerance and settings.epsilon > 1e-36
+    return torch.float32 if narrow else torch.float64
 
 
 def fits_in_memory(problem: TransportProblem, settings: SolverSettings, dtype: torch.dtype) -> bool:

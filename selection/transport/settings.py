@@ -134,11 +134,11 @@ def descend(
     b = kernel.rows.b
     g: Tensor = torch.zeros_like(b) if start is None else start
     iterations, relative = 0, 0.05
-    while start is None and relative > 1.5 * settings.relative:
+    while start is None and relative > 1.5 * settings.relative and iterations < settings.max_iterations:
         kernel.absorb(g, relative / settings.relative * settings.epsilon)
         rough, used = solve_dense(
-            kernel, g, marginal=b, tolerance=3e-2, max_iterations=60, newton_columns=newton_columns,
-            on_iterations=_iteration_progress(settings, iterations),
+            kernel, g, marginal=b, tolerance=3e-2, max_iterations=min(60, settings.max_iterations - iterations),
+            newton_columns=newton_columns, on_iterations=_iteration_progress(settings, iterations),
         )  # fmt: skip
         g = rough.g
         iterations += used

@@ -113,7 +113,8 @@ def sinkhorn_potentials(
     0 (scored, but not part of the distribution). epsilon: multiple of the exact weighted mean cost. tolerance: L1 error
     of the target marginal; None is 1e-9 up to N·M = 1e7 and 1e-3 above. seed: of the subsample of large pools.
     nearest: also find each row's main target. max_iterations, max_passes: when either is used up before the tolerance,
-    a ConvergenceWarning is given and `converged` is False. memory_bytes: limit for the solver in addition to the pool,
+    a ConvergenceWarning is given and `converged` is False; corrections between passes, up to 200 iterations each, are
+    limited by passes alone. memory_bytes: limit for the solver in addition to the pool,
     its result included, minus held_bytes, which the caller holds. chunk: rows per tile (None: chosen for cache; the
     result does not depend on it). method: None chooses by size; "exact", "cached" and "streamed" force one.
     progress: called as (stage, done, total); `flatshift.selection.transport.progress.ProgressPrinter` prints it as
@@ -155,7 +156,8 @@ def sinkhorn_potentials(
         team.check_same(
             "settings", replace(settings, progress=None, state=None, device=torch.device("cpu")), method, nearest
         )
-        if problem.mean_cost <= 1e-30 * (max(team.gather(float(problem.x_squared.max()))) + 1.0):
+        size = max(team.gather(float(problem.x_squared.max()))) + float(problem.centre @ problem.centre)
+        if problem.mean_cost <= 1e-30 * size + 1e-290:  # rounding, or lost below the smallest numbers
             return _coincident_potentials(problem, settings, nearest)
         result = _to_potentials(problem, settings, _solve_by_method(problem, settings, method, nearest))
     if not result.converged:
@@ -309,8 +311,8 @@ def _coincident_potentials(problem: TransportProblem, settings: SolverSettings, 
 
 
 def exact_bytes(n: int, m: int) -> int:
-    """Return the memory of `solve_exact` without vectors and Newton's matrices: the cost and its kernel."""
-    return 16 * n * m + (8 * n * m if m > n else 0)
+    """Return the memory of `solve_exact` without Newton's matrices: the cost, its kernel, some 12 vectors a side."""
+    return 16 * n * m + (8 * n * m if m > n else 0) + 100 * (n + m)
 
 
 def solve_exact(problem: TransportProblem, settings: SolverSettings, nearest: bool) -> SolverResult:
@@ -323,8 +325,8 @@ def solve_exact(problem: TransportProblem, settings: SolverSettings, nearest: bo
     if flipped:  # tiles 2 x_i·y_j − |x_i|² for target rows j over pool columns i; rows of weight 0 do not matter
         index = torch.from_numpy(np.flatnonzero(problem.a)).to(rows.device)
         y_squared = torch.from_numpy((problem.y**2).sum(1)).to(rows.device)
-        affinity = rows.affinity[index].T + y_squared.unsqueeze(1) - rows.squared[index]
-        sides = DenseRows(affinity.contiguous(), rows.b, rows.a[index], y_squared)
+        affinity = rows.affinity[index].T.contiguous().add_(y_squared.unsqueeze(1)).sub_(rows.squared[index])
+        sides = DenseRows(affinity, rows.b, rows.a[index], y_squared)
     kernel = StoredKernel(sides, settings.epsilon, chunk=settings.chunk)
     final = StreamedEvaluator(rows, settings.epsilon, chunk=settings.chunk)
 

@@ -202,6 +202,57 @@ def test_a_limit_of_memory_changes_no_drop(files, tmp_path: Path, monkeypatch, c
     assert "select.hygiene.memory_gib must be at least 0.25, got 0.2" in capsys.readouterr().err
 
 
+LINES = "one two\nthree four five six\none two"  # a third of the lines, a fifth of the characters
+PAIR = "red car and red car or red car"
+LONG = "a b c d e f a b c d e"
+REPETITION = {"min_words": "0", "lines": "1", "line_chars": "1", "top_ngrams": "[]", "repeated_ngrams": "[]"}
+
+
+@pytest.mark.parametrize(
+    ("text", "step", "value", "lax"),
+    [
+        ("x " * 30, "length.max_chars", "40", "80"),
+        ("x " * 30, "length.max_words", "10", "30"),
+        (LINES, "repetition.lines", "0.3", "0.4"),
+        (LINES, "repetition.line_chars", "0.1", "0.3"),
+        (PAIR, "repetition.top_ngrams", "[0.3]", "[1]"),
+        (LONG, "repetition.repeated_ngrams", "[0.3]", "[0.5]"),
+        ("It is so Because. So it is.", "decontaminate.shortest", "1", "2"),
+    ],
+)
+def test_a_limit_drops_what_is_beyond_it(files, tmp_path: Path, text: str, step: str, value: str, lax: str) -> None:
+    rows = [{"text": "some other words", "id": "other"}, {"text": text, "id": "beyond"}]
+    own = files | {"pool": str(write_jsonl(tmp_path / "own.jsonl", rows))}
+    others = {f"repetition.{name}": given for name, given in REPETITION.items()} if "repetition" in step else {}
+    for limit, dropped in ((value, ["beyond"]), (lax, [])):
+        words = hygiene(own, *map(" ".join, ({"exact": "true"} | others | {step: limit}).items()))
+        assert select(own, tmp_path / limit, *words, budget=1, method="random") == 0
+        assert [drop["id"] for drop in read_lines(tmp_path / limit / "drops.jsonl")] == dropped
+
+
+@pytest.mark.parametrize(
+    ("steps", "found"),
+    [
+        (("near.size 5",), {"again", "nearly"}),
+        (("near.size 100",), {"again"}),
+        (("decontaminate {margin: 20, min_chars: 60}",), {"holds", "whole"}),
+        (("decontaminate {margin: 20, min_chars: 60, common: 2}",), set()),
+        (("decontaminate {margin: 20, min_chars: 60, max_pieces: 1}",), {"whole", "dropped"}),
+    ],
+)
+def test_settings_of_copies_and_of_evaluation_texts(files, tmp_path: Path, steps, found: set[str]) -> None:
+    """`dropped`: a record that would be cut is dropped whole."""
+    if "near" in steps[0]:  # one word in the middle is another
+        rows = read_lines(Path(files["pool"]))
+        words = rows[4]["text"].split()
+        rows[21]["text"] = " ".join([*words[:15], "other", *words[16:]])
+        write_jsonl(Path(files["pool"]), rows)
+    assert select(files, tmp_path / "out", *hygiene(files, *steps), budget=1, method="random") == 0
+    drops = read_lines(tmp_path / "out" / "drops.jsonl")
+    names = {"dropped" if (d["id"], d["cause"]) == ("holds", "contaminated") else d["id"] for d in drops}
+    assert names - {"r5", "empty"} == found
+
+
 def test_everything_is_off_by_default(files, tmp_path: Path) -> None:
     assert select(files, tmp_path / "out") == 0
     assert pq.read_table(tmp_path / "out" / "scores.parquet").num_rows == 24, "less the blank one"
@@ -241,6 +292,7 @@ def test_a_recipe_s_own_test_rows_are_kept_out(files, tmp_path: Path) -> None:
         (("near.unit line",), "cannot be 'line'; known: char, word"),
         (("nera.threshold 0.5",), "did you mean 'near'"),
         (("near.threshold 0.01",), "near.recall"),
+        (("near.permutations 1",), "near.recall: 1 permutations find a pair of similarity 0.8 with chance 0.800"),
         (("exact true", "length.min_chars 100000"), "leaves no record"),
         ((), "no step of select.hygiene that is on looks at it"),
         (("exact true", "against target"), "no step of select.hygiene that is on looks at it"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from flatshift.cli import run
+from flatshift.finetune.data.rows import read_rows
 from tests.support.data_models import write_jsonl
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa"]
@@ -143,6 +145,23 @@ def test_a_skipped_record_drops_its_feature_row(tmp_path: Path) -> None:
     assert table["score"] == [25.0, 16.0, 4.0, 1.0, 0.0]
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text(encoding="utf-8"))
     assert f"{pool}:3" in manifest["selection"]["skipped"]["pool"][0]
+
+
+def test_features_have_no_row_for_the_rest_of_a_broken_file(tmp_path: Path) -> None:
+    (tmp_path / "p").mkdir()
+    texts = [np.random.default_rng(i).bytes(20_000).hex() for i in range(80)]
+    whole = gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
+    (tmp_path / "p" / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    write_jsonl(tmp_path / "p" / "b.jsonl", [{"text": "x", "id": "x"}, {"text": "y", "id": "y"}])
+    rows = sum(1 for _ in read_rows([str(tmp_path / "p")], bad_rows="skip", skipped=[]))
+    assert 2 < rows < 82
+    target = write_jsonl(tmp_path / "t.jsonl", [{"text": "a"}])
+    np.save(tmp_path / "x.npy", np.arange(float(rows))[:, None])
+    np.save(tmp_path / "y.npy", np.array([[rows - 2.0]]))
+    own = ["--pool-features", str(tmp_path / "x.npy"), "--target-features", str(tmp_path / "y.npy")]
+    sides = (tmp_path / "p", target)
+    assert select(sides, tmp_path / "out", *own, "--bad-rows", "skip", "--method", "knn", budget=1) == 0
+    assert json.loads((tmp_path / "out" / "selected.jsonl").read_text(encoding="utf-8"))["id"] == "x"
 
 
 @pytest.mark.parametrize(

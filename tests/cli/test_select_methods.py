@@ -152,8 +152,11 @@ def test_rounds_that_end_in_one_step_say_so(base: list[str], tmp_path: Path, cap
 
     told = RoundsResult.diagnostics
     monkeypatch.setattr(RoundsResult, "diagnostics", lambda self: told(self) | {"rounds": [12]})
-    assert run([*base, "--method", "gotd", "--select.method.rounds", "4", "--select.checks", "false"]) == 0
+    words = [*base, "--method", "gotd", "--select.method.rounds", "4", "--select.checks", "false"]
+    assert run(words) == 0
     assert "of 4 rounds the first alone counts: by the target that was held out" in capsys.readouterr().err
+    assert run([*words, "--select.method.holdout", "0", "--out", str(tmp_path / "unchecked")]) == 0
+    assert "held out" not in capsys.readouterr().err
 
 
 def test_contrast_moves_away_from_the_negatives(base: list[str], tmp_path: Path) -> None:
@@ -200,6 +203,60 @@ def test_less_on_gradients(base: list[str], tmp_path: Path) -> None:
     assert [d for d, taken in zip(columns["domain"], columns["selected"], strict=True) if taken].count("a") >= 10
 
 
+def option(base: list[str], tmp_path: Path, method: str, key: str, value: object) -> tuple[dict, dict]:
+    """Result of a method with one setting, unchecked."""
+    out = tmp_path / f"{method}-{key}-{value}"
+    words = [*base, f"--select.method.{key}", str(value), "--select.checks", "false", "--out", str(out)]
+    assert run([*words, "--method", method]) == 0
+    return pq.read_table(out / "scores.parquet").to_pydict(), json.loads((out / "manifest.json").read_text())
+
+
+def test_short_texts_come_last(base: list[str], tmp_path: Path) -> None:
+    behind = set()
+    for method in ("cynical", "moore-lewis", "classifier"):
+        assert option(base[:-2], tmp_path, method, "minimum", 1)[1]["selection"]["short"] == 0
+        columns, manifest = option(base[:-2], tmp_path, method, "minimum", 14)
+        short = manifest["selection"]["short"]
+        assert 0 < short < ROWS
+        last = zip(columns["id"], columns["rank"], strict=True)
+        behind.add(frozenset(name for name, rank in last if rank > ROWS - short))
+    assert len(behind) == 1, "the same for all"
+
+
+@pytest.mark.parametrize("method", ["cynical", "moore-lewis"])
+def test_a_larger_prior_favours_long_texts(base: list[str], tmp_path: Path, method: str) -> None:
+    texts = [json.loads(line)["text"] for line in (tmp_path / "pool.jsonl").read_text(encoding="utf-8").splitlines()]
+    none, much = (option(base[:-2], tmp_path, method, "prior", prior)[0]["selected"] for prior in (0, 500))
+    words = [np.mean([len(text.split()) for text, taken in zip(texts, side, strict=True) if taken])
+             for side in (none, much)]  # fmt: skip
+    assert words[0] < words[1]
+
+
+def test_a_high_floor_levels_the_weights(base: list[str], tmp_path: Path) -> None:
+    spread = [np.ptp(option(base[:-2], tmp_path, "dsir", "floor", floor)[0]["score"]) for floor in (0, 1e6)]
+    assert spread[1] < 1e-3 * spread[0]
+
+
+def test_a_larger_scale_spreads_the_mass(base: list[str], tmp_path: Path) -> None:
+    words = base[:-2] + own(tmp_path, "x", "y")
+    support = [option(words, tmp_path, "tsds", "scale", scale)[1]["selection"]["support"] for scale in (0.01, 5)]
+    assert 1 <= support[0] < support[1]
+
+
+def test_inner_products_favour_long_gradients(base: list[str], tmp_path: Path) -> None:
+    columns, _ = option(base[:-2] + own(tmp_path, "x", "y"), tmp_path, "less", "similarity", "inner")
+    products = np.load(tmp_path / "x.npy") @ np.load(tmp_path / "y.npy").T
+    expected = -np.maximum(products[:, :6].mean(1), products[:, 6:].mean(1))  # domains a and b of the target
+    np.testing.assert_allclose(columns["score"], expected, rtol=1e-5)
+
+
+def test_length_in_characters(base: list[str], tmp_path: Path) -> None:
+    words = [*base[:-2], "--select.method.prefer", "long"]
+    columns, _ = option(words, tmp_path, "length", "unit", "characters")
+    texts = [json.loads(line)["text"] for line in (tmp_path / "pool.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert columns["score"] == [-len(text) for text in texts]
+
+
 def test_perplexity_of_the_backbone(base: list[str], tmp_path: Path) -> None:
     assert run([*base[:-2], "--method", "perplexity", "--select.method.keep", "low"]) == 0
     columns, manifest = result(tmp_path)
@@ -234,7 +291,7 @@ def test_mistakes_are_one_sentence(base: list[str], tmp_path: Path, capsys, more
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("method", ["cynical", "knn", "random", "domains"])
+@pytest.mark.parametrize("method", ["cynical", "knn", "gotd", "random", "domains"])
 def test_no_text_is_chosen_twice(base: list[str], tmp_path: Path, method: str, capsys) -> None:
     """Of a pool in which every text stands thrice, in other case and blanks; fewer than the budget: copies fill up."""
     pool = Path(base[2])
@@ -244,12 +301,17 @@ def test_no_text_is_chosen_twice(base: list[str], tmp_path: Path, method: str, c
     words = [*base[:-2], "--method", method, "--select.method.shares", "{a: 1, b: 1}"][
         : -2 if method != "domains" else None
     ]
-    vectors = ["--select.embedder.dim", "8"] if method == "knn" else []
+    vectors = ["--select.embedder.dim", "8"] if method in ("knn", "gotd") else []
     assert run([*words, *vectors]) == 0
     lines = [json.loads(line) for line in (tmp_path / "out" / "selected.jsonl").read_text().splitlines()]
     assert len({" ".join(line["text"].lower().split()) for line in lines}) == len({line["id"] for line in lines}) == 12
     if method == "domains":
         assert sorted(line["domain"] for line in lines) == ["a"] * 6 + ["b"] * 6
+    if method == "gotd":  # checked is what was written
+        columns, manifest = result(tmp_path)
+        reading = manifest["selection"]["checks"]["fitted"]["selection"][0]
+        scores = np.array(columns["score"])[columns["selected"]]
+        assert reading["predicted"] == pytest.approx(0.1 * scores.mean(), rel=1e-5)
     if method == "knn":
         assert "say the same as one before them" in capsys.readouterr().err
         write_jsonl(pool, copies[:9] + copies[9:12] * 4)

@@ -48,6 +48,12 @@ METHOD = "--select.method"
             "select.method.holdout must be at least 0 and at most 0.9, got 1",
         ),
         (("--method", "gotd", f"{METHOD}.self_sample", "0"), "select.method.self_sample must be at least 1"),
+        (
+            ("--method", "gotd", f"{METHOD}.self_sample", "7"),
+            "self_sample has no effect without debiased: true; leave it out, or set debiased: true",
+        ),
+        (("--method", "gotd", f"{METHOD}.mixture", "0.1"), "mixture has no effect without rounds above 1; leave it"),
+        (("--method", "gotd", f"{METHOD}.holdout", "0"), "holdout has no effect without rounds above 1; leave it out"),
         (("--method", "gotd-contrast", "--epsilon", "-1"), "--epsilon: select.method.epsilon must be above 0"),
         (
             ("--method", "gotd-contrast", f"{METHOD}.attract", "0", f"{METHOD}.repel", "0"),

@@ -29,6 +29,7 @@ HYGIENE = [
     "--select.hygiene.near", "{}",
     "--select.hygiene.length", "{min_words: 3}",
     "--select.hygiene.decontaminate", "{}",
+    "--select.hygiene.repetition", "{}",
 ]  # fmt: skip
 
 

@@ -138,6 +138,14 @@ def test_relative_inputs_become_absolute_and_samples_stay(tmp_path: Path, monkey
         str(tmp_path / "rows.jsonl"),
         "sample:scicite/train",
     )
+    (tmp_path / "here").mkdir()
+    for kind, path, found in (
+        ("encoder", "here", str(tmp_path / "here")),
+        ("encoder", "hub/name", "hub/name"),
+        ("static", "./here", str(tmp_path / "here")),
+    ):
+        vectors = [from_override("select.embedder.kind", kind), from_override("select.embedder.path", path)]
+        assert load_recipe("warmup", vectors).recipe.select.embedder.path == found
 
 
 @pytest.mark.parametrize("name", sorted(shipped_recipes()))

@@ -293,6 +293,16 @@ def test_domains_without_enough_rows_hand_their_share_on():
     assert set(taken) == set((5 + np.argsort(inside[5:])[:25]).tolist())
 
 
+def test_ties_at_the_cut_of_a_domain_are_counted():
+    texts = ["w " * n for n in [5] * 30 + [6] * 30 + [9] * 30]
+    pool = named(90, texts=texts, domains=["a", "b", "c"] * 30)
+    inside = LengthSelector(prefer="short")
+    found = DomainsSelector(budget=12, shares={"a": 2.0, "b": 2.0}, inside=inside).fit(pool, pool)
+    assert found.quotas_ == {"a": 6, "b": 6, "c": 0} and found.ties(12) == 20
+    found.set_params(budget=20).fit(pool, pool)
+    assert found.ties(20) == 0 and RandomSelector(seed=0).fit(pool, pool).ties(20) == 0
+
+
 def test_domains_of_the_target_count_by_weight():
     pool = named(50, domains=["a"] * 25 + ["b"] * 25)
     target = Pool(domains=["a", "b", "b"], weights=np.array([6.0, 1.0, 1.0]))

@@ -402,7 +402,7 @@ def test_pools_are_checked():
 
 
 EVERY = [
-    GotD(memory_gib=2, cost="cosine", epsilon=0.2, tolerance=1e-5, rounds=4, mixture=0.3, holdout=0.1, self_sample=77),
+    GotD(memory_gib=2, cost="cosine", epsilon=0.2, tolerance=1e-5, rounds=4, mixture=0.3, holdout=0.1),
     GotD(debiased=True, self_sample=77, memory_gib=2),
     GotDContrast(memory_gib=2, cost="cosine", epsilon=0.2, tolerance=1e-5, attract=0.0, repel=2.0),
     Random(),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from flatshift.experiments.select.methods import ScoreCheckpoint
+from flatshift.selection import GotDContrastSelector, GotDSelector, Pool
 
 
 def sides(x: np.ndarray) -> Any:
@@ -27,3 +28,14 @@ def test_a_change_in_any_row_of_the_users_features_starts_again(tmp_path, change
     assert ScoreCheckpoint(tmp_path, sides(x)).restore(found) and found.scores_.tolist() == [0.0, 1.0, 2.0]
     x[changed, 1] = 1.0
     assert not ScoreCheckpoint(tmp_path, sides(x)).restore(found)
+
+
+def test_scores_are_kept_unless_the_solver_keeps_its_passes(tmp_path) -> None:
+    x = np.random.default_rng(0).standard_normal((3, 9, 2))
+    pool, target, negative = (Pool(features=part) for part in x)
+    ScoreCheckpoint(tmp_path, sides(x[0])).save(GotDSelector().fit(pool, target))
+    assert not list(tmp_path.iterdir())
+    fitted = GotDContrastSelector().fit(pool, target, negative=negative)
+    ScoreCheckpoint(tmp_path, sides(x[0])).save(fitted)
+    found = GotDContrastSelector()
+    assert ScoreCheckpoint(tmp_path, sides(x[0])).restore(found) and (found.scores_ == fitted.scores_).all()

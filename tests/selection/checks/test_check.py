@@ -203,6 +203,10 @@ def test_warnings_say_what_failed():
     assert "away from the target" in wrong.warnings()[0]
     assert any("no nearer than a random draw" in sentence for sentence in wrong.warnings())
     assert wrong.fitted["selection"][0].ratio is None
+    # The whole pool as a selection: what is promised is rounding.
+    for rows in (x, np.ones((40, 6))):
+        whole = check_selection(rows, y, np.arange(len(rows)), budget=len(rows), refit=lambda r, *_: np.arange(len(r)))
+        assert not any("distance" in sentence or "score" in sentence for sentence in whole.warnings())
 
 
 def test_few_targets_are_not_halved_and_points_that_coincide_are_not_checked():
@@ -211,6 +215,8 @@ def test_few_targets_are_not_halved_and_points_that_coincide_are_not_checked():
     assert found.held_out == {} and found.summary()["held_out"] is None and len(found.fitted["selection"]) == 4
     same = np.ones((30, 2))
     assert check_selection(same, same[:3], np.arange(30), budget=5, refit=refit(same, same[:3])) is None
+    x, y = 1e-20 * x, 1e-20 * y  # however small they are
+    assert check_selection(x, y, np.arange(30), budget=5, refit=refit(x, y)) is not None
 
 
 def test_a_half_that_coincides_with_the_pool_is_left_out_and_told():

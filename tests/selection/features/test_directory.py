@@ -110,6 +110,10 @@ def test_what_cannot_be_sealed(tmp_path):
     (tmp_path / "part-1.ids").write_text("a\nb\n")
     with pytest.raises(SelectionError, match="has 2 ids for 1 rows"):
         write_manifest(tmp_path)
+    for dtype in ("int8", ">f4"):
+        np.save(tmp_path / "part-0.npy", np.zeros((1, 4), dtype))
+        with pytest.raises(SelectionError, match=r"part-0\.npy: rows of .* are not read; write it as float32"):
+            write_manifest(tmp_path)
 
 
 def test_select_reads_it_as_it_reads_one_file(tmp_path, capsys):

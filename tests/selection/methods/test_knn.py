@@ -1,9 +1,11 @@
-"""Round-robin: equal to the naive reading of its rule; a target whose next row is gone takes the one after it."""
+"""Round-robin: equal to the naive reading of its rule; a target whose next row is gone takes the one after it.
+Nearest neighbours by shards: rows on disk are not copied."""
 
 import numpy as np
 import pytest
 
-from flatshift.selection import Pool, RoundRobinSelector, Target
+from flatshift.selection import KNNSelector, Pool, RoundRobinSelector, Target
+from flatshift.selection.shards import Shard
 
 
 def naive(pool: np.ndarray, target: np.ndarray) -> list[int]:
@@ -27,3 +29,20 @@ def test_every_target_takes_a_row_in_every_round(seed: int) -> None:
     pool, target = (side / np.linalg.norm(side, axis=1, keepdims=True) for side in (pool, target))
     selector = RoundRobinSelector(neighbours=40).fit(Pool(features=pool), Target(features=target))
     assert np.argsort(selector.scores_).tolist() == naive(pool, target)
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_rows_on_disk_are_not_handed_to_the_shards(tmp_path, on_disk: bool) -> None:
+    rng = np.random.default_rng(0)
+    pool, target = rng.normal(size=(40, 5)), Target(features=rng.normal(size=(7, 5)))
+    np.save(tmp_path / "x.npy", pool)
+    names: list[str] = []
+
+    def shards(stage, function, *, inputs, align):
+        names.extend(inputs)
+        return [function(Shard([], low, low + 20, inputs, {})) for low in (0, 20)]
+
+    features = np.load(tmp_path / "x.npy", mmap_mode="r") if on_disk else pool
+    found = KNNSelector(chunk=20).fit(Pool(features=features, shards=shards), target)
+    assert names == ["target"] + ["pool"] * (not on_disk)
+    np.testing.assert_array_equal(found.scores_, KNNSelector(chunk=20).fit(Pool(features=pool), target).scores_)

@@ -109,9 +109,16 @@ print(peak.bytes, p.method, p.converged)
 """
 
 
-@pytest.mark.parametrize(("cap", "method", "solved"), [(24, "auto", "streamed"), (160, "auto", "cached")])
-def test_memory_stays_under_the_cap(tmp_path, cap, method, solved):
-    x, y = clouds(80_000, 250, d=64)
+@pytest.mark.parametrize(
+    ("shape", "cap", "method", "solved"),
+    [
+        ((80_000, 250), 24, "auto", "streamed"),
+        ((80_000, 250), 160, "auto", "cached"),
+        ((2000, 4500), 216, "auto", "exact"),
+    ],
+)
+def test_memory_stays_under_the_cap(tmp_path, shape, cap, method, solved):
+    x, y = clouds(*shape, d=64)
     np.save(tmp_path / "x.npy", x.astype(np.float16))
     np.save(tmp_path / "y.npy", y)
     done = subprocess.run(

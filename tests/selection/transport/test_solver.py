@@ -153,8 +153,19 @@ def test_one_point_on_a_side(shape):
 def test_points_that_all_coincide():
     p = sinkhorn_potentials(np.ones((4, 3)), np.ones((2, 3)), nearest=True)
     assert p.mean_cost == 0 and p.converged and (p.scores == 0).all() and (p.nearest == 0).all()
+    assert (sinkhorn_potentials(np.full((300, 8), 1000.1), np.full((20, 8), 1000.1)).scores == 0).all()
     q = sinkhorn_potentials(np.array([[1.0], [1.0], [3.0]]), np.ones((2, 1)), a=[1, 1, 0])
     np.testing.assert_allclose(q.scores, [0, 0, 4])
+
+
+@pytest.mark.parametrize("method", ["exact", "streamed"])
+@pytest.mark.parametrize("size", [1e-16, 1e-25, 1e-140])
+def test_the_size_of_features_changes_nothing(method, size):
+    x, y = clouds(200, 20)
+    near = sinkhorn_potentials(x, y, method=method, tolerance=1e-4)
+    small = sinkhorn_potentials(x * size, y * size, method=method, tolerance=1e-4)
+    assert small.converged
+    np.testing.assert_allclose(small.scores / size / size, near.scores, atol=0.01)
 
 
 def test_integer_and_half_features():
@@ -170,6 +181,8 @@ def test_a_limit_that_is_reached_is_told():
     with pytest.warns(ConvergenceWarning, match="above the tolerance"):
         p = sinkhorn_potentials(x, y, epsilon=0.005, max_iterations=3)
     assert not p.converged and p.marginal_error > p.tolerance
+    with pytest.warns(ConvergenceWarning):  # also by the stages of falling ε
+        assert sinkhorn_potentials(x, y, epsilon=1e-5, max_iterations=3).iterations <= 6
     with pytest.warns(ConvergenceWarning):
         q = sinkhorn_potentials(x, y, epsilon=0.01, method="streamed", tolerance=1e-8, max_passes=1)
     assert q.passes == 1 and not q.converged
