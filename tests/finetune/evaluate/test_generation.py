@@ -259,9 +259,7 @@ def parrot_says(text, tokenizer):
     model = Parrot(*tokenizer(text, add_special_tokens=False)["input_ids"], get_end_token(tokenizer))
     task = Completion(score="generate")
     examples = encode([row(text="cat", label=text)], task=task, tokenizer=tokenizer, max_length=64).examples
-    (answer,) = generate_answers(
-        model, tokenizer, examples, EvalBatching.of(tokenizer, batch_size=1), max_new_tokens=8
-    )
+    (answer,) = generate_answers(model, tokenizer, examples, EvalBatching.of(tokenizer, batch_size=1), max_new_tokens=8)
     return answer, model
 
 
