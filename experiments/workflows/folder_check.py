@@ -576,9 +576,7 @@ def read_generation_settings(recipe: Recipe) -> tuple[dict[str, Any], list[str]]
     else:
         settings = GenerationConfig.from_model_config(backbone.own_config({})).to_diff_dict()
     without = (*_KEPT_SETTINGS, "eos_token_id", "_from_model_config", "transformers_version", "use_cache")
-    others = [
-        name for name, value in settings.items() if name not in without and value is not None and value is not False
-    ]
+    others = [n for n, value in settings.items() if n not in without and value is not None and value is not False]
     return {name: settings[name] for name in _KEPT_SETTINGS if settings.get(name) is not None}, others
 
 

@@ -8,6 +8,8 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import BartConfig, BartForSequenceClassification
 
 from flatshift.finetune.adapters.adapter import (
     attach_adapter,
@@ -30,6 +32,7 @@ from flatshift.finetune.tasks import Classify, LanguageModel
 from flatshift.finetune.train.optimizer import AdapterOptimizer
 from tests.support.adapter_models import logits, move, plain_peft
 from tests.support.finetune_models import save_backbone
+from tests.support.seq2seq_models import save_encoder_decoder
 
 LM, CLS = LanguageModel(), Classify()
 
@@ -118,6 +121,29 @@ def test_whole_modules_train_beside_the_adapter(source, tmp_path):
     save_adapter(model, tmp_path / "adapter")
     assert torch.equal(logits(plain_peft(source, tmp_path / "adapter")), wanted)
     assert {n for n in read_adapter(tmp_path / "adapter") if ".lora_" not in n} == set(whole)
+
+
+def test_a_head_of_the_checkpoint_trains_in_full_whatever_its_name(tmp_path):
+    """BART's `classification_head`, with as many classes as the task: nothing of it is new."""
+    source = save_encoder_decoder("bart", tmp_path / "generates", num_labels=3)
+    model = BartForSequenceClassification(BartConfig.from_pretrained(source))
+    model.save_pretrained(source)
+    built = build(source, Adapter(rank=2, targets=("q_proj", "out_proj")), task=CLS)
+    assert built.get_base_model().new_parameters == ()
+    head = {
+        name.split("head.")[1]: p.requires_grad
+        for name, p in built.named_parameters()
+        if ".original" not in name and "_head." in name
+    }
+    assert head == {
+        f"{layer}.modules_to_save.default.{leaf}": True
+        for layer in ("dense", "out_proj")
+        for leaf in ("weight", "bias")
+    }
+    save_adapter(built, tmp_path / "adapter")
+    assert "base_model.model.classification_head.dense.weight" in load_file(
+        tmp_path / "adapter" / "adapter_model.safetensors"
+    )
 
 
 def test_lora_plus_speeds_up_every_b_and_nothing_else(source):
