@@ -324,7 +324,8 @@ class GenerativeRuns:
             tokens = [token for token in messages if isinstance(token, int)]
             if odd := [token for token in tokens if not 0 <= token < len(tokenizer)]:
                 raise UserError(f"the prompt has the token {odd[0]}; the tokenizer has 0 to {len(tokenizer) - 1:,}")
-            prompt = GenerationPrompt("prompt-1", "", tokens)
+            with self._encoding:
+                prompt = replace(_build_question(task, _read_turns(""), tokenizer, raw=True), ids=tokens)
         else:
             turns = _read_turns(messages)
             length, limit = sum(len(turn["content"]) + 1 for turn in turns), _CHARACTERS * (positions or 1 << 16)
