@@ -544,6 +544,11 @@ def tokenize_plain(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"])
 
 
+def decode_answer(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """Return the text of generated tokens as it was written: without special tokens, with the spaces before signs."""
+    return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
 def get_end_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the token that closes every trained answer: end of sequence, else the first token of the tokenizer's
     suffix; None if it has neither."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..data.encoding import get_end_token
+from ..data.encoding import decode_answer, get_end_token
 from ..data.eval_batching import EvalBatching
 from ..data.example import IGNORE, Example
 from ..errors import UserError
@@ -45,8 +45,8 @@ def generate_answers(
     answers: dict[int, str] = {}
     with without_generation_config(model):
         for indices, tokens in generate_batches(model, prompts, config, inference):
-            texts = tokenizer.batch_decode(tokens.cpu(), skip_special_tokens=True)
-            answers |= {i: text.strip() for i, text in zip(indices, texts, strict=True)}
+            rows = zip(indices, tokens.tolist(), strict=True)
+            answers |= {i: decode_answer(tokenizer, ids).strip() for i, ids in rows}
     answers = inference.share.union(answers)
     return [answers[i] for i in range(len(examples))]
 

@@ -270,6 +270,12 @@ def test_without_an_eos_a_judged_answer_ends_at_the_trained_end():
     assert model.ends == [tokenizer.sep_token_id] == [get_end_token(tokenizer)]
 
 
+def test_a_judged_answer_keeps_the_spaces_that_it_was_written_with():
+    tokenizer = byte_tokenizer()
+    tokenizer.clean_up_tokenization_spaces = True
+    assert parrot_says("the cat , and the dog .", tokenizer)[0] == "the cat , and the dog ."
+
+
 def test_refusals_name_the_nearest_fix():
     model = tiny_model("gpt2", len(TOKENIZER))
     with pytest.raises(UserError, match=r"classify trains a model that writes no text.*flatshift eval"):
