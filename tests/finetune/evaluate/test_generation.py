@@ -271,9 +271,12 @@ def test_without_an_eos_a_judged_answer_ends_at_the_trained_end():
 
 
 def test_a_judged_answer_keeps_the_spaces_that_it_was_written_with():
-    tokenizer = byte_tokenizer()
+    tokenizer = bert_tokenizer()
+    tokenizer.add_tokens(["."])
     tokenizer.clean_up_tokenization_spaces = True
-    assert parrot_says("the cat , and the dog .", tokenizer)[0] == "the cat , and the dog ."
+    assert (
+        parrot_says("the cat .", tokenizer)[0] == "the cat ." != tokenizer.decode(tokenizer("the cat .")["input_ids"])
+    )
 
 
 def test_refusals_name_the_nearest_fix():
