@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 PACKAGE = "package:"
 """Prefix of names of folders inside an installed Python package."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
-_TOKENIZER = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+_TOKENIZER = ("tokenizer*", "vocab*", "*.model", "*.spm", "*.codes", "*.tiktoken")
 """File patterns, one of which matches in every directory with a tokenizer."""
 _KEPT = 4
 """Backbones that a process keeps open."""
@@ -305,7 +305,7 @@ def _hub_directory(name: str) -> Path:
     except HFValidationError:
         raise UserError(f"backbone {name!r}: no such directory; {_suggest_names(name)}") from None
     files: dict[str, Any] = {
-        "allow_patterns": ["*.json", "*.safetensors", "*.model", "*.txt", "*.tiktoken", "*.jinja"],
+        "allow_patterns": ["*.json", "*.safetensors", "*.model", "*.spm", "*.codes", "*.txt", "*.tiktoken", "*.jinja"],
         "ignore_patterns": ["*/*"],
     }
     with contextlib.suppress(Exception):  # not cached, or only in part: ask the hub

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -273,6 +274,17 @@ def test_a_hub_name_in_the_cache_loads_without_a_network(llama, tmp_path, offlin
     (repository / "snapshots" / commit / "model.safetensors").rename(repository / "snapshots" / commit / "model.bin")
     with pytest.raises(UserError, match="somebody/tiny"):
         open_backbone("somebody/tiny")
+
+
+def test_sentencepiece_and_code_files_belong_to_a_backbone(llama, tmp_path, offline, monkeypatch):
+    directory, asked = Path(shutil.copytree(llama, tmp_path / "marian")), []
+    before = open_backbone(directory).text_digests
+    for name in ("source.spm", "bpe.codes"):
+        (directory / name).write_bytes(b"pieces")
+    assert open_backbone(directory).text_digests.keys() - before.keys() == {"source.spm", "bpe.codes"}
+    fetch = lambda name, **options: asked.extend(options["allow_patterns"]) or directory  # noqa: E731
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert open_backbone("somebody/marian").directory == directory and {"*.spm", "*.codes"} <= set(asked)
 
 
 def test_the_tokenizer_of_another_backbone_is_refused(tmp_path):
