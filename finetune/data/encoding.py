@@ -524,8 +524,12 @@ class SpecialTokens:
         `begin` is false: a decoder of an encoder-decoder starts with another token), and the separator or
         end-of-sequence token between the texts of a pair.
         """
-        prefix, _, suffix = _find_special_tokens(tokenizer, **{side: "a"})
-        pair_prefix, middle, pair_suffix = _find_special_tokens(tokenizer, text="a", text_pair="b")
+        a = "a"
+        if not tokenize_plain(tokenizer, a):  # of bases or signs alone
+            words = (word for word in tokenizer.get_vocab() if word not in tokenizer.all_special_tokens)
+            a = next((word for word in words if tokenize_plain(tokenizer, word)), a)
+        prefix, _, suffix = _find_special_tokens(tokenizer, **{side: a})
+        pair_prefix, middle, pair_suffix = _find_special_tokens(tokenizer, text=a, text_pair=a)
         if begin and not prefix and not suffix and tokenizer.bos_token_id is not None:
             prefix = (tokenizer.bos_token_id,)
         if not middle and not pair_prefix and not pair_suffix:
@@ -534,7 +538,7 @@ class SpecialTokens:
             pair_suffix = suffix
         segments = (0, 1) if "token_type_ids" in tokenizer.model_input_names else None
         # Some tokenizers list token_type_ids but use only one segment.
-        if segments and tokenizer("a", "b", return_token_type_ids=True)["token_type_ids"][-1] == 0:
+        if segments and tokenizer(a, a, return_token_type_ids=True)["token_type_ids"][-1] == 0:
             segments = (0, 0)
         return cls(prefix, suffix, middle, pair_suffix, segments)
 
