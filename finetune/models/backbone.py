@@ -94,7 +94,8 @@ class Backbone:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Shared tokenizer; a missing pad token becomes the end-of-sequence token (masked wherever it pads).
+        """Shared tokenizer; a pad token that is missing, or beyond the model's vocabulary, becomes the end-of-sequence
+        token (masked wherever it pads).
 
         Raises:
             UserError: there is none, it has neither of those tokens, or it has more tokens than the model's vocabulary.
@@ -122,7 +123,7 @@ class Backbone:
                 f"{self.where}: its tokenizer has {tokenizer.vocab_size:,} tokens and the model reads {read:,}, so it "
                 "is another backbone's; put the tokenizer.json there that belongs to the weights"
             )
-        if tokenizer.pad_token_id is None:
+        if tokenizer.pad_token_id is None or (read is not None and tokenizer.pad_token_id >= read):
             if tokenizer.eos_token_id is None:
                 raise UserError(f"{self.where}: its tokenizer has neither a pad nor an end-of-sequence token")
             tokenizer.pad_token = tokenizer.eos_token

@@ -99,7 +99,7 @@ def test_the_pad_token_of_the_config_stays_where_nothing_else_is_padded_with(tmp
     tokenizer.add_special_tokens({"pad_token": "<beyond>"})
     assert tokenizer.pad_token_id == 320, "added without a row of the embedding, as many Llama tokenizers have it"
     tokenizer.save_pretrained(beyond)
-    assert load_backbone(beyond, **task).config.pad_token_id == 1
+    assert load_backbone(beyond, **task).config.pad_token_id == open_backbone(beyond).tokenizer.eos_token_id == 2
 
 
 @pytest.mark.parametrize("kind", ["gpt2-dropout", "bert", "roberta"])
@@ -295,5 +295,7 @@ def test_the_tokenizer_of_another_backbone_is_refused(tmp_path):
     directory = save_backbone("llama", tmp_path / "added", vocab_size=len(byte_tokenizer()))
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["<image>"])  # as Gemma 3 has one for pictures
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     tokenizer.save_pretrained(directory)
-    assert len(open_backbone(directory).tokenizer) == open_backbone(directory).config.vocab_size + 1
+    assert len(open_backbone(directory).tokenizer) == open_backbone(directory).config.vocab_size + 2
+    assert open_backbone(directory).tokenizer.pad_token == "<eos>"  # the model reads no [PAD]
