@@ -69,13 +69,20 @@ class SavedAdapter:
             patterns = settings.get(key) or []
             for pattern in map(str, patterns if isinstance(patterns, list | dict) else [patterns]):
                 # repeated groups, or many repetitions, may take for ever to match
-                if re.search(r"\)[*+{]", pattern) or len(re.findall(r"[*+{]", pattern)) > 3:
+                many = re.search(r"\)[*+{]", pattern) or len(re.findall(r"[*+{]", pattern)) > 3
+                if many or not _is_regex(pattern):
                     raise UserError(
                         f"{context}: {file}: {key} has the pattern {shorten(pattern, 40)!r}; list the layers' names"
                     )
         if settings.get("peft_type") != "LORA":
             raise UserError(
                 f"{context}: {name} holds a {settings.get('peft_type')} adapter; only LoRA can be taken over"
+            )
+        alphas = settings.get("alpha_pattern") or {}
+        values = [settings.get("lora_alpha"), *(alphas.values() if isinstance(alphas, dict) else [alphas])]
+        if odd := [value for value in values if not isinstance(value, int | float)]:
+            raise UserError(
+                f"{context}: {file}: lora_alpha or alpha_pattern has {odd[0]!r}, not a number; write it there"
             )
         if odd := next((name for name in _UNREAD if settings.get(name)), None):
             raise UserError(
@@ -134,6 +141,14 @@ class SavedAdapter:
                 layer, rank = name.split(".lora_")[0], tensor.shape[0]
                 scales[layer] = rank, saved_scale(self.settings, layer, rank)
         return scales
+
+
+def _is_regex(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return True
 
 
 def saved_scale(settings: Mapping[str, Any], layer: str, rank: int) -> float:
