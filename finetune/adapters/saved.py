@@ -79,10 +79,10 @@ class SavedAdapter:
                 f"{context}: {name} holds a {settings.get('peft_type')} adapter; only LoRA can be taken over"
             )
         alphas = settings.get("alpha_pattern") or {}
-        values = [settings.get("lora_alpha"), *(alphas.values() if isinstance(alphas, dict) else [alphas])]
-        if odd := [value for value in values if not isinstance(value, int | float)]:
+        values = [settings.get("lora_alpha", 8), *(alphas.values() if isinstance(alphas, dict) else [alphas])]
+        if bad := [value for value in values if not isinstance(value, int | float)]:
             raise UserError(
-                f"{context}: {file}: lora_alpha or alpha_pattern has {odd[0]!r}, not a number; write it there"
+                f"{context}: {file}: lora_alpha or alpha_pattern has {bad[0]!r}, not a number; write it there"
             )
         if odd := next((name for name in _UNREAD if settings.get(name)), None):
             raise UserError(
@@ -153,7 +153,7 @@ def _is_regex(pattern: str) -> bool:
 
 def saved_scale(settings: Mapping[str, Any], layer: str, rank: int) -> float:
     """Return the scale of B·A in a layer of rank `rank` by PEFT's `settings` (adapter_config.json)."""
-    alpha = match_pattern(settings.get("alpha_pattern"), layer, settings["lora_alpha"])
+    alpha = match_pattern(settings.get("alpha_pattern"), layer, settings.get("lora_alpha", 8))
     return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 
