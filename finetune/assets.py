@@ -14,7 +14,7 @@ _HERE = Path(__file__).resolve().parent
 _BACKBONES = _HERE / "backbones"
 _SAMPLES = _HERE / "samples"
 _SAMPLE_SUFFIX = ".jsonl.xz"
-_TEXTS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+_TEXTS = (".json", ".txt", ".model", ".spm", ".codes", ".jinja", ".tiktoken")
 
 
 def list_backbones() -> list[str]:

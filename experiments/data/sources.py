@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -283,6 +284,25 @@ def check_eos_counts(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> Non
                 f"{recipe.backbone!r} takes no such rows together; let all of them have a second text "
                 "(data.columns.text2) or none, and no text that token"
             )
+
+
+def check_token_ids(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> None:
+    """Refuse rows with a token that the tokenizer added and the backbone's embedding lacks. Raises UserError."""
+    backbone = open_backbone(recipe.backbone)
+    size = getattr(backbone.config.get_text_config(), "vocab_size", None)
+    if size is None or len(backbone.tokenizer) <= size:
+        return
+    for examples, name in itertools.product(splits, ("input_ids", "decoder_ids", "rejected_ids")):
+        rows = ColumnarExamples.of(examples).ragged(name)
+        if rows is not None:
+            flat, starts, lengths = rows
+            before = np.concatenate([[0], np.cumsum(flat >= size)])
+            beyond = before[starts + lengths] > before[starts]
+            if beyond.any():
+                raise UserError(
+                    f"{examples[int(beyond.argmax())].where}: the tokenizer of {recipe.backbone!r} has a token for a "
+                    f"part of this row, and its embedding, of {size:,} tokens, does not; leave the row out"
+                )
 
 
 def check_strict_sources(recipe: Recipe, train: Sequence[Example], mixture: Mixture | None, *, seed: int) -> None:

@@ -33,6 +33,7 @@ from flatshift.experiments.data.sources import (
     build_mixture,
     check_classes,
     check_eos_counts,
+    check_token_ids,
     iter_source_rows,
     list_source_files,
 )
@@ -252,6 +253,7 @@ def prepare_eval_data(
     if not test:
         source.refuse_none(skipped)
     check_eos_counts(recipe, [test])
+    check_token_ids(recipe, [test])
     notes = (*encoded.notes, *(known.warnings() if known is not None else ()))
     return PreparedData([], [], test, labels, encoded.truncated, skipped, [], notes=notes, units=units)
 
@@ -367,6 +369,7 @@ def _build_prepared(
     recipe: Recipe, splits: Mapping[Split, ColumnarExamples], record: Mapping[str, Any]
 ) -> PreparedData:
     check_eos_counts(recipe, splits.values())
+    check_token_ids(recipe, splits.values())
     check_answer_room(recipe, splits)
     findings = locate_findings(record["checks"], splits)
     refuse_findings(findings, recipe.data.checks)

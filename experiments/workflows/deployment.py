@@ -33,7 +33,7 @@ from flatshift.experiments.workflows.folder_check import (
 from flatshift.experiments.workflows.model_card import build_card
 from flatshift.experiments.workflows.run_parts import check_generative
 from flatshift.finetune.atomic import read_json_object, write_json, write_text
-from flatshift.finetune.data.encoding import get_end_token, tokenize_plain
+from flatshift.finetune.data.encoding import SpecialTokens, get_end_token
 from flatshift.finetune.errors import UserError, shorten
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.models.backbone import open_backbone
@@ -212,7 +212,7 @@ def _find_pre_tokenizer(directory: Path) -> str | None:
 def _require_same_vocabulary(facts: dict[str, Any], recipe: Recipe, trained: Sequence[int]) -> None:
     tokenizer = open_backbone(recipe.backbone).own_tokenizer()
     recipe.task.input_format.prepare_tokenizer(tokenizer)
-    begins = recipe.task.input_format.token_ids(tokenizer, "a")[: -len(tokenize_plain(tokenizer, "a"))]
+    begins = list(SpecialTokens.of(tokenizer).prefix)
     vocabulary = {index: token for token, index in tokenizer.get_vocab().items()}
     tokens = [token.replace(" ", "\u2581") for token in facts["tokens"]]  # the converter writes some of them as spaces
     other = [

@@ -384,7 +384,7 @@ def _marker_sort_key(name: str) -> tuple[int, int]:
     return -name.count("/"), _LAST.index(Path(name).name)
 
 
-_SUFFIXES = {".safetensors", ".json", ".md", ".txt", ".jinja", ".model", ".gguf", ".py", ".tiktoken"}
+_SUFFIXES = {".safetensors", ".json", ".md", ".txt", ".jinja", ".model", ".spm", ".codes", ".gguf", ".py", ".tiktoken"}
 
 
 def push_to_hub(folder: Path, repository: str, *, public: bool = False, message: str | None = None) -> str:

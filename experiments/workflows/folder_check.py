@@ -189,8 +189,8 @@ def compare_folder(run: ExportedRun, expected: ExpectedAnswers, folders: Sequenc
     Returns of each `max_logit_difference, largest_logit, same_tokens` (places with the same likeliest token, or class),
     `places, rows, drawn, other_labels` (None without classes), `answers` (greedy answers that are the run's),
     `answers_by_rounding` (those that part from it where two tokens are as likely up to rounding), `stops` and
-    `stop_texts`; `other_settings` (that llama.cpp has otherwise, in words); of a GGUF file that is not read only
-    `unread`, why.
+    `stop_texts`; `other_settings` (that llama.cpp has otherwise, in words), `dropped_settings` (of the backbone's
+    generation_config.json); of a GGUF file that is not read only `unread`, why.
     Raises UserError where they are further apart than rounding explains, or where plain `generate` does not stop at a
     trained end.
     """
@@ -206,7 +206,7 @@ def compare_folder(run: ExportedRun, expected: ExpectedAnswers, folders: Sequenc
     return [
         {"unread": answer["unread"]}
         if answer["unread"]
-        else _check_answers(run, expected, answer, exact=folder.exact, classes=request["classes"])
+        else _check_answers(run, expected, answer, folder, classes=request["classes"])
         for folder, request, answer in zip(folders, requests, record["folders"], strict=True)
     ]
 
@@ -275,9 +275,9 @@ def run_offline(command: Sequence[object], packages: Sequence[str], **environmen
 
 
 def _check_answers(
-    run: ExportedRun, expected: ExpectedAnswers, answer: dict[str, Any], *, exact: bool, classes: str | None
+    run: ExportedRun, expected: ExpectedAnswers, answer: dict[str, Any], folder: Folder, *, classes: str | None
 ) -> dict[str, Any]:
-    difference, largest = answer["difference"], answer["largest"]
+    difference, largest, exact = answer["difference"], answer["largest"], folder.exact
     if not difference <= MAX_DIFFERENCE[exact] * largest:
         if answer["other"]:
             raise UserError(
@@ -328,6 +328,7 @@ def _check_answers(
         "stops": stops,
         "stop_texts": open_backbone(run.recipe.backbone).tokenizer.convert_ids_to_tokens(stops),
         "other_settings": answer["other"],
+        "dropped_settings": read_generation_settings(run.recipe)[1] if answer["answers"] and not folder.gguf else [],
     }
 
 
@@ -560,8 +561,12 @@ def collect_end_tokens(recipe: Recipe, trained: Iterable[int]) -> list[int]:
     return list(dict.fromkeys(end for end in ends if end is not None))
 
 
-def save_generation_settings(recipe: Recipe, folder: Path, ends: Sequence[int]) -> None:
-    """Write the backbone's own generation settings into `folder`, with these `ends` and a padding token."""
+_KEPT_SETTINGS = ("bos_token_id", "decoder_start_token_id", "max_length", "max_new_tokens", "pad_token_id")
+
+
+def read_generation_settings(recipe: Recipe) -> tuple[dict[str, Any], list[str]]:
+    """Return the backbone's own special tokens and limits of length, and the names of its other generation settings,
+    which no run uses: penalties, forced tokens, sampling."""
     from transformers import GenerationConfig
 
     backbone = open_backbone(recipe.backbone)
@@ -570,9 +575,17 @@ def save_generation_settings(recipe: Recipe, folder: Path, ends: Sequence[int]) 
         settings = read_json_object(file)
     else:
         settings = GenerationConfig.from_model_config(backbone.own_config({})).to_diff_dict()
-    settings.pop("_from_model_config", None)
-    if settings.get("pad_token_id") is None:
-        settings["pad_token_id"] = backbone.tokenizer.pad_token_id
+    without = (*_KEPT_SETTINGS, "eos_token_id", "_from_model_config", "transformers_version", "use_cache")
+    others = [n for n, value in settings.items() if n not in without and value is not None and value is not False]
+    return {name: settings[name] for name in _KEPT_SETTINGS if settings.get(name) is not None}, others
+
+
+def save_generation_settings(recipe: Recipe, folder: Path, ends: Sequence[int]) -> None:
+    """Write the backbone's special tokens and limits of length into `folder`, with these `ends` and a padding token."""
+    backbone = open_backbone(recipe.backbone)
+    settings = {"pad_token_id": backbone.tokenizer.pad_token_id} | read_generation_settings(recipe)[0]
+    if recipe.task.traits.encoder_decoder:
+        settings["decoder_start_token_id"] = backbone.decoder_start
     write_json(folder / SETTINGS, settings | {"eos_token_id": _format_end_tokens(ends)})
 
 

@@ -26,7 +26,7 @@ from flatshift.experiments.workflows.evaluation_target import AdapterSwitcher, E
 from flatshift.experiments.workflows.run_parts import check_generative, read_finished_recipe, to_single_process
 from flatshift.finetune.atomic import atomic_file
 from flatshift.finetune.compute.numerics import cpu_threads, evaluation_mode
-from flatshift.finetune.data.encoding import get_end_token
+from flatshift.finetune.data.encoding import decode_answer, get_end_token
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.example import GenerationPrompt
 from flatshift.finetune.data.formats import has_lone_surrogate
@@ -155,7 +155,7 @@ def answer_questions(
         on_token=on_token,
     )
     for index, answer in answers:
-        yield index, str(tokenizer.decode(answer.ids, skip_special_tokens=True)), answer
+        yield index, decode_answer(tokenizer, answer.ids), answer
 
 
 def format_answers(records: Sequence[dict[str, Any]]) -> str:
@@ -222,7 +222,7 @@ class Question:
 
     def update_text(self, *, complete: bool = False) -> None:
         """Decode the tokens so far; unless the answer is complete, without an end that the next token may change."""
-        text = _strip_lead(self.prompt.lead, str(self.tokenizer.decode(self.tokens, skip_special_tokens=True)))
+        text = _strip_lead(self.prompt.lead, decode_answer(self.tokenizer, self.tokens))
         places = [place for stop in self.stop if (place := text.find(stop)) >= 0]
         if places:
             text, self.ended = text[: min(places)], True
@@ -324,7 +324,8 @@ class GenerativeRuns:
             tokens = [token for token in messages if isinstance(token, int)]
             if odd := [token for token in tokens if not 0 <= token < len(tokenizer)]:
                 raise UserError(f"the prompt has the token {odd[0]}; the tokenizer has 0 to {len(tokenizer) - 1:,}")
-            prompt = GenerationPrompt("prompt-1", "", tokens)
+            with self._encoding:
+                prompt = replace(_build_question(task, _read_turns(""), tokenizer, raw=True), ids=tokens)
         else:
             turns = _read_turns(messages)
             length, limit = sum(len(turn["content"]) + 1 for turn in turns), _CHARACTERS * (positions or 1 << 16)

@@ -6,6 +6,7 @@ DIRECTORY holds `asked.json` and `asked.safetensors`, written by the caller; the
 
 from __future__ import annotations
 
+import copy
 import json
 import runpy
 import sys
@@ -61,8 +62,12 @@ def query_folder(request: Mapping[str, Any], work: Path) -> dict[str, Any]:
                 several = request["classes"] == "several"
                 answer["names"] += [select_classes(row, names, several=several) for row in logits.tolist()]
     if request["prompts"]:
-        answer["ends"] = read_end_tokens(model, request)
-        answer["answers"] = [answer_greedily(model, prompt, request, answer["ends"]) for prompt in request["prompts"]]
+        settings = read_settings(model, request)
+        ends = settings.eos_token_id
+        answer["ends"] = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+        answer["answers"] = [
+            answer_greedily(model, prompt, request, answer["ends"], settings) for prompt in request["prompts"]
+        ]
         answer["stops"] = [end for end in request["ends"] if stops_at(model, end, request, answer["ends"])]
     return answer
 
@@ -187,17 +192,16 @@ def iter_blocks(model: Any) -> Iterator[tuple[str, Any, bool]]:
     yield from walk("", model)
 
 
-def read_end_tokens(model: Any, request: Mapping[str, Any]) -> list[int]:
-    """Return the tokens at which `generate_tokens` ends with the folder's own settings."""
+def read_settings(model: Any, request: Mapping[str, Any]) -> Any:
+    """Return the folder's own generation settings; of a GGUF file, the tokens at which it ends."""
     import transformers
 
-    settings = model.generation_config
-    if request["backbone"] is not None:
-        settings = transformers.GenerationConfig.from_pretrained(request["folder"])
     if request["gguf"] is not None:
-        return list(request["gguf"]["ends"])
-    ends = settings.eos_token_id
-    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+        ends, pad, start = request["gguf"]["ends"], request["pad"], request["start"]
+        return transformers.GenerationConfig(eos_token_id=ends or None, pad_token_id=pad, decoder_start_token_id=start)
+    if request["backbone"] is not None:
+        return transformers.GenerationConfig.from_pretrained(request["folder"])
+    return model.generation_config
 
 
 def generate_tokens(model: Any, prompt: Mapping[str, Any], request: Mapping[str, Any], **settings: Any) -> list[int]:
@@ -211,20 +215,13 @@ def generate_tokens(model: Any, prompt: Mapping[str, Any], request: Mapping[str,
 
 
 def answer_greedily(
-    model: Any, prompt: Mapping[str, Any], request: Mapping[str, Any], ends: list[int]
+    model: Any, prompt: Mapping[str, Any], request: Mapping[str, Any], ends: list[int], settings: Any
 ) -> dict[str, Any]:
-    """Return the greedy answer without its end token, and True if it ended by one.
-
-    Of the folder's settings only the end tokens are used: a run applies no penalties and forces no tokens.
-    """
-    import transformers
-
+    """Return the greedy answer with the folder's `settings`, without its end token, and True if it ended by one."""
     base = model.get_base_model() if request["backbone"] is not None else model
     before = base.generation_config
-    base.generation_config = config = transformers.GenerationConfig(
-        eos_token_id=ends or None, pad_token_id=request["pad"], decoder_start_token_id=request["start"],
-        max_new_tokens=prompt["most"], do_sample=False, use_cache=True,
-    )  # fmt: skip
+    base.generation_config = config = copy.deepcopy(settings)
+    config.update(max_new_tokens=prompt["most"], do_sample=False)
     tokens = generate_tokens(model, prompt, request, generation_config=config)
     base.generation_config = before
     stop = next((k for k, token in enumerate(tokens) if token in ends), None)

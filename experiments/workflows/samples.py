@@ -37,7 +37,7 @@ from flatshift.experiments.workflows.run_parts import (
 from flatshift.finetune.atomic import atomic_directory, write_json
 from flatshift.finetune.compute.numerics import cpu_threads, evaluation_mode
 from flatshift.finetune.data.config import Columns
-from flatshift.finetune.data.encoding import encode, get_end_token
+from flatshift.finetune.data.encoding import decode_answer, encode, get_end_token
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.rows import Row, read_rows, require_rows
 from flatshift.finetune.errors import UserError
@@ -178,7 +178,7 @@ def write_samples(
             end=[token for token in ends if token is not None],
         )
         for position, answer in answers if missing else ():
-            index, text = missing[position], str(tokenizer.decode(answer.ids, skip_special_tokens=True))
+            index, text = missing[position], decode_answer(tokenizer, answer.ids)
             texts[index] = text
             saved.add(key, index, text)
             bar(len(texts))

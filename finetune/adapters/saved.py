@@ -69,13 +69,20 @@ class SavedAdapter:
             patterns = settings.get(key) or []
             for pattern in map(str, patterns if isinstance(patterns, list | dict) else [patterns]):
                 # repeated groups, or many repetitions, may take for ever to match
-                if re.search(r"\)[*+{]", pattern) or len(re.findall(r"[*+{]", pattern)) > 3:
+                many = re.search(r"\)[*+{]", pattern) or len(re.findall(r"[*+{]", pattern)) > 3
+                if many or not _is_regex(pattern):
                     raise UserError(
                         f"{context}: {file}: {key} has the pattern {shorten(pattern, 40)!r}; list the layers' names"
                     )
         if settings.get("peft_type") != "LORA":
             raise UserError(
                 f"{context}: {name} holds a {settings.get('peft_type')} adapter; only LoRA can be taken over"
+            )
+        alphas = settings.get("alpha_pattern") or {}
+        values = [settings.get("lora_alpha", 8), *(alphas.values() if isinstance(alphas, dict) else [alphas])]
+        if bad := [value for value in values if not isinstance(value, int | float)]:
+            raise UserError(
+                f"{context}: {file}: lora_alpha or alpha_pattern has {bad[0]!r}, not a number; write it there"
             )
         if odd := next((name for name in _UNREAD if settings.get(name)), None):
             raise UserError(
@@ -136,9 +143,17 @@ class SavedAdapter:
         return scales
 
 
+def _is_regex(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return True
+
+
 def saved_scale(settings: Mapping[str, Any], layer: str, rank: int) -> float:
     """Return the scale of B·A in a layer of rank `rank` by PEFT's `settings` (adapter_config.json)."""
-    alpha = match_pattern(settings.get("alpha_pattern"), layer, settings["lora_alpha"])
+    alpha = match_pattern(settings.get("alpha_pattern"), layer, settings.get("lora_alpha", 8))
     return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 

@@ -23,7 +23,7 @@ from torch import nn
 from ..compute.protocols import TraitsTask
 from ..config import Adapter, match_pattern
 from ..errors import UserError
-from ..models.anatomy import is_conv1d, is_linear, non_language_modules
+from ..models.anatomy import head_module, is_conv1d, is_linear, non_language_modules
 from .offsets import lora_layers
 
 if TYPE_CHECKING:
@@ -227,8 +227,8 @@ def _fully_trained_modules(backbone: PreTrainedModel, adapter: Adapter) -> list[
 
 
 def _new_modules_outside_head(backbone: PreTrainedModel, task: TraitsTask, new_parameters: Iterable[str]) -> list[str]:
-    """Return the modules missing from the checkpoint other than PEFT's own `classifier`/`score` (BERT's pooler): they
-    train too.
+    """Return the modules missing from the checkpoint (BERT's pooler) and those of the head, other than PEFT's own
+    `classifier`/`score`: they train too.
 
     For a masked-LM head these are the layers before the output layer, whose weight is the tied embedding and whose bias
     stays 0.
@@ -238,6 +238,8 @@ def _new_modules_outside_head(backbone: PreTrainedModel, task: TraitsTask, new_p
         output = backbone.get_output_embeddings()
         modules = {owner: backbone.get_submodule(owner) for owner in owners}
         return sorted(o for o, m in modules.items() if m is not output and not any(True for _ in m.children()))
+    head = head_module(backbone)
+    owners |= {name.rsplit(".", 1)[0] for name, _ in backbone.named_parameters() if name.split(".")[0] == head}
     return sorted(o for o in owners if not _HEADS & set(o.split(".")))
 
 
@@ -248,9 +250,10 @@ def adapts_head(adapter: Adapter, new_parameters: Iterable[str]) -> bool:
     return any(target.rsplit(".", 1)[-1] in heads for target in targets)
 
 
-def is_fully_trained(module: str, new_parameters: Iterable[str]) -> bool:
-    """True if a module of a classification backbone trains in full: PEFT's head, or missing from the checkpoint."""
-    return bool(_HEADS & set(module.split("."))) or module in {name.rsplit(".", 1)[0] for name in new_parameters}
+def is_fully_trained(module: str, backbone: Any) -> bool:
+    """True if a module of a classification backbone trains in full: of the head, or missing from the checkpoint."""
+    heads = {*_HEADS, head_module(backbone)}
+    return bool(heads & set(module.split("."))) or module in {n.rsplit(".", 1)[0] for n in backbone.new_parameters}
 
 
 _ROUTERS = ("gate", "router", "shared_expert_gate")

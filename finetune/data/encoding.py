@@ -11,6 +11,7 @@ Special tokens written out in the text are parsed as special tokens, as the toke
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -233,17 +234,28 @@ class RowEncoder:
         self.label_names, self.decoder_start, self.units, self.features = label_names, decoder_start, units, features
         self.bad_rows, self.overlong = bad_rows, overlong
         self.left = (truncation or task.traits.truncation_side) == "left"
-        self.specials = specials = SpecialTokens.of(tokenizer, begin=not task.traits.encoder_decoder)
+        self._set_side("text")
+        specials = self.specials
         fixed = len(specials.prefix) + len(specials.middle) + max(len(specials.suffix), len(specials.pair_suffix))
         if max_length - fixed < 2:
             raise UserError(f"train.max_length: {max_length} leaves no room except for special tokens; give at least 8")
-        eos = tokenizer.eos_token_id
-        # Tokens that close an answer include eos even if the tokenizer adds none at the end (Llama-3 only adds a
-        # beginning-of-sequence token), so that the model learns to stop.
-        self.end = specials.suffix if eos is None or eos in specials.suffix else (*specials.suffix, eos)
         self.losses = DroppedRows(bad_rows, overlong, max_length)
         self.form = ""
         """Source of the first row's prompt (`flatshift.finetune.data.rows.PROMPTS`)."""
+
+    def _set_side(self, side: str) -> None:
+        self.side = side
+        self.specials = SpecialTokens.of(self.tokenizer, begin=not self.task.traits.encoder_decoder, side=side)
+        eos, suffix = self.tokenizer.eos_token_id, self.specials.suffix
+        # Tokens that close an answer include eos even if the tokenizer adds none at the end (Llama-3 only adds a
+        # beginning-of-sequence token), so that the model learns to stop.
+        self.end = suffix if eos is None or eos in suffix else (*suffix, eos)
+
+    def for_targets(self) -> RowEncoder:
+        """Return an encoder of a decoder's texts, which a tokenizer for translation writes in other tokens."""
+        encoder = copy.copy(self)
+        encoder._set_side("text_target")
+        return encoder
 
     def add(self, rows: Iterable[Row]) -> EncodedRows:
         """Encode these rows; return the examples and the counts of dropped and truncated ones. Raises UserError as
@@ -353,7 +365,8 @@ class RowEncoder:
 
     def tokens(self, texts: list[str]) -> Any:
         """Tokenise the texts as a batch, without special tokens."""
-        return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        options: dict[str, Any] = {self.side: texts, "return_attention_mask": False, "verbose": False}
+        return self.tokenizer(**options, add_special_tokens=False)
 
     def within(self, texts: Iterable[str], *, left: bool = False) -> list[str]:
         """Return the texts; one that is far longer than a row is shortened to a beginning (left: an end) that fills a
@@ -504,15 +517,19 @@ class SpecialTokens:
     """token_type_ids of A and its special tokens, and of B and those after it; None if the model takes none."""
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, *, begin: bool = True) -> SpecialTokens:
-        """Return the tokenizer's own special tokens.
+    def of(cls, tokenizer: PreTrainedTokenizerBase, *, begin: bool = True, side: str = "text") -> SpecialTokens:
+        """Return the tokenizer's own special tokens; with side `text_target` those of a decoder's single text.
 
         If it adds none (GPT-2, most small decoders): its beginning-of-sequence token, if any, as the prefix (unless
         `begin` is false: a decoder of an encoder-decoder starts with another token), and the separator or
         end-of-sequence token between the texts of a pair.
         """
-        prefix, _, suffix = _find_special_tokens(tokenizer, "a")
-        pair_prefix, middle, pair_suffix = _find_special_tokens(tokenizer, "a", "b")
+        a = "a"
+        if not tokenize_plain(tokenizer, a):  # of bases or signs alone
+            words = (word for word in tokenizer.get_vocab() if word not in tokenizer.all_special_tokens)
+            a = next((word for word in words if tokenize_plain(tokenizer, word)), a)
+        prefix, _, suffix = _find_special_tokens(tokenizer, **{side: a})
+        pair_prefix, middle, pair_suffix = _find_special_tokens(tokenizer, text=a, text_pair=a)
         if begin and not prefix and not suffix and tokenizer.bos_token_id is not None:
             prefix = (tokenizer.bos_token_id,)
         if not middle and not pair_prefix and not pair_suffix:
@@ -521,7 +538,7 @@ class SpecialTokens:
             pair_suffix = suffix
         segments = (0, 1) if "token_type_ids" in tokenizer.model_input_names else None
         # Some tokenizers list token_type_ids but use only one segment.
-        if segments and tokenizer("a", "b", return_token_type_ids=True)["token_type_ids"][-1] == 0:
+        if segments and tokenizer(a, a, return_token_type_ids=True)["token_type_ids"][-1] == 0:
             segments = (0, 0)
         return cls(prefix, suffix, middle, pair_suffix, segments)
 
@@ -529,6 +546,11 @@ class SpecialTokens:
 def tokenize_plain(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Tokenise a text without special tokens."""
     return list(tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"])
+
+
+def decode_answer(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """Return the text of generated tokens as it was written: without special tokens, with the spaces before signs."""
+    return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def get_end_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -570,9 +592,9 @@ def find_end_tokens(
 
 
 def _find_special_tokens(
-    tokenizer: PreTrainedTokenizerBase, *texts: str
+    tokenizer: PreTrainedTokenizerBase, **texts: Any
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    encoded = tokenizer(*texts, return_special_tokens_mask=True)
+    encoded = tokenizer(**texts, return_special_tokens_mask=True)
     ids, special = encoded["input_ids"], encoded["special_tokens_mask"]
     content = [i for i, is_special in enumerate(special) if not is_special]
     if not content:

@@ -6,6 +6,7 @@ A value of the wrong kind makes the row bad: it is refused with its file:line, o
 from __future__ import annotations
 
 import difflib
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +20,14 @@ if TYPE_CHECKING:
 
 
 def read_classes(value: Any, *, separator: str) -> tuple[str, ...]:
-    """Return the sorted distinct classes of a label: of a list, or of a text split at `separator`; may be empty. Raises
-    ValueError for null, an object, or a list with anything but names and numbers."""
-    if isinstance(value, str):
+    """Return the sorted distinct classes of a label: of a list, also in JSON, or of a text split at `separator`; may be
+    empty. Raises ValueError for null, an object, or a list with anything but names and numbers."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise ValueError(f'begins with [ and is no JSON list ["a", "b"]; write one, or a{separator}b') from None
+    elif isinstance(value, str):
         value = [part.strip() for part in value.split(separator) if part.strip()]
     elif not isinstance(value, list | tuple):
         value = [value]

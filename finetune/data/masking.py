@@ -58,7 +58,7 @@ class Masking:
                 "task.whole_words: this backbone's tokenizer does not say which tokens are a word; leave it off"
             )
         special = np.array(sorted(set(tokenizer.all_special_ids)), dtype=np.int64)
-        replacements = np.setdiff1d(np.arange(len(tokenizer)), special)
+        replacements = np.setdiff1d(np.arange(tokenizer.vocab_size), special)
         return cls(tokenizer.mask_token_id, replacements, task.share, task.whole_words)
 
     def draw(

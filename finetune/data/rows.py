@@ -131,7 +131,8 @@ def read_rows(
     """Yield the rows of `files`, in the given order.
 
     A row is bad if its record is malformed, or a required column is missing, null or of the wrong type (`text` and
-    `text2` must be strings, `label` a name or a number). Unless it is required, a null column counts as absent.
+    `text2` must be strings, `label` a name or a number). A null column that is not required is absent; so is a blank
+    `text2`.
 
     columns: names of the record's columns for `text`, `text2`, `label`, `messages`, `tools`, `system` and `id`.
     required: canonical or other column names that every row must have.
@@ -376,7 +377,7 @@ class _ColumnMapper:
         if len(value) > LONGEST_LINE:
             raise ValueError(f"column {own!r} has {len(value):,} characters, more than {LONGEST_LINE:,}; cut the text")
         _check_no_lone_surrogate(value, own)
-        return value
+        return None if name == "text2" and name not in self.required and not value.strip() else value
 
     def _describe_missing(self, name: str, own: str, record: dict[str, Any]) -> str:
         if own in record:

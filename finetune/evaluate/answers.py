@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ..data.encoding import decode_answer, get_end_token
 from ..data.eval_batching import EvalBatching
 from ..data.example import IGNORE, Example
 from ..errors import UserError
@@ -24,7 +25,7 @@ def generate_answers(
     by log-likelihood per token (transformers' beam search with length penalty 1).
 
     The prompt is the tokens before the first target token, unless the example has its own. An encoder's prompt is its
-    whole input, and its answer follows the decoder's start token. An answer ends at the end-of-sequence token, at any
+    whole input, and its answer follows the decoder's start token. An answer ends at the trained end token, at any
     example's `stop`, or after `max_new_tokens`.
 
     Raises UserError: prompt and answer do not fit the backbone's positions.
@@ -34,8 +35,8 @@ def generate_answers(
     start = examples[0].decoder_ids[0] if examples[0].decoder_ids is not None else None
     prompts = [prompt_tokens(example) for example in examples]
     check_prompts_fit(model, examples, max_new_tokens)
-    stops = {example.stop for example in examples if example.stop is not None} - {tokenizer.eos_token_id}
-    ends = [token for token in (tokenizer.eos_token_id, *sorted(stops)) if token is not None]
+    stops = sorted({example.stop for example in examples if example.stop is not None})
+    ends = list(dict.fromkeys(end for end in (get_end_token(tokenizer), *stops) if end is not None))
     config = GenerationConfig(
         do_sample=False, num_beams=num_beams, length_penalty=1.0, early_stopping=False, use_cache=True,
         max_new_tokens=max_new_tokens, pad_token_id=inference.pad_id, eos_token_id=ends or None,
@@ -44,8 +45,8 @@ def generate_answers(
     answers: dict[int, str] = {}
     with without_generation_config(model):
         for indices, tokens in generate_batches(model, prompts, config, inference):
-            texts = tokenizer.batch_decode(tokens.cpu(), skip_special_tokens=True)
-            answers |= {i: text.strip() for i, text in zip(indices, texts, strict=True)}
+            rows = zip(indices, tokens.tolist(), strict=True)
+            answers |= {i: decode_answer(tokenizer, ids).strip() for i, ids in rows}
     answers = inference.share.union(answers)
     return [answers[i] for i in range(len(examples))]
 

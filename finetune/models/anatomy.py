@@ -107,6 +107,17 @@ def non_language_modules(model: nn.Module) -> tuple[str, ...]:
 _TABLES = ("wpe", "position_embedding", "position_embeddings", "embed_positions", "positions_embed")
 
 
+def head_module(model: Any) -> str:
+    """Return the name of the outermost module with a classification model's outputs (`classifier`,
+    `classification_head`), new or not; empty if there is none."""
+    tops = [
+        name.split(".")[0]
+        for name, module in model.named_modules()
+        if getattr(module, "out_features", None) == model.config.num_labels
+    ]
+    return next((top for top in reversed(tops) if top != model.base_model_prefix), "")
+
+
 def position_limit(model: nn.Module) -> int | None:
     """Return the rows of a learned position table that are for text tokens; None if positions are computed (rotary)."""
     other_prefixes = tuple(f"{name}." for name in non_language_modules(model))  # an image's patches are not text tokens

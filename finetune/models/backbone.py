@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 PACKAGE = "package:"
 """Prefix of names of folders inside an installed Python package."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
-_TOKENIZER = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+_TOKENIZER = ("tokenizer*", "vocab*", "*.model", "*.spm", "*.codes", "*.tiktoken")
 """File patterns, one of which matches in every directory with a tokenizer."""
 _KEPT = 4
 """Backbones that a process keeps open."""
@@ -94,7 +94,8 @@ class Backbone:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Shared tokenizer; a missing pad token becomes the end-of-sequence token (masked wherever it pads).
+        """Shared tokenizer; a pad token that is missing, or beyond the model's vocabulary, becomes the end-of-sequence
+        token (masked wherever it pads).
 
         Raises:
             UserError: there is none, it has neither of those tokens, or it has more tokens than the model's vocabulary.
@@ -122,7 +123,7 @@ class Backbone:
                 f"{self.where}: its tokenizer has {tokenizer.vocab_size:,} tokens and the model reads {read:,}, so it "
                 "is another backbone's; put the tokenizer.json there that belongs to the weights"
             )
-        if tokenizer.pad_token_id is None:
+        if tokenizer.pad_token_id is None or (read is not None and tokenizer.pad_token_id >= read):
             if tokenizer.eos_token_id is None:
                 raise UserError(f"{self.where}: its tokenizer has neither a pad nor an end-of-sequence token")
             tokenizer.pad_token = tokenizer.eos_token
@@ -305,7 +306,7 @@ def _hub_directory(name: str) -> Path:
     except HFValidationError:
         raise UserError(f"backbone {name!r}: no such directory; {_suggest_names(name)}") from None
     files: dict[str, Any] = {
-        "allow_patterns": ["*.json", "*.safetensors", "*.model", "*.txt", "*.tiktoken", "*.jinja"],
+        "allow_patterns": ["*.json", "*.safetensors", "*.model", "*.spm", "*.codes", "*.txt", "*.tiktoken", "*.jinja"],
         "ignore_patterns": ["*/*"],
     }
     with contextlib.suppress(Exception):  # not cached, or only in part: ask the hub

@@ -22,7 +22,7 @@ from .quantize import quantization_scales
 
 _READ = (
     *("*config.json", "token*", "vocab*", "merges.txt", "added_tokens.json", "special_tokens_map.json"),
-    *("chat_template*", "*.model", "*.tiktoken", "*.jinja"),
+    *("chat_template*", "*.model", "*.spm", "*.codes", "*.tiktoken", "*.jinja"),
 )
 _CHUNK = 1 << 22
 _YOUNG_NS = 2_000_000_000

@@ -170,9 +170,11 @@ def _unquantized_modules(skeleton: Any, kind: Quantization) -> list[str]:
     bits those whose rows do not end on a block of scales, which bitsandbytes 0.50 reads wrongly on CPUs."""
     from transformers.quantizers.base import get_keys_to_not_convert
 
+    from .anatomy import head_module
+
     new = {name.rpartition(".")[0] for name in getattr(skeleton, "new_parameters", ())}
     odd = {name for name, module in skeleton.named_modules() if kind != "int8" and _input_width(module) % BLOCK}
-    return sorted({*get_keys_to_not_convert(skeleton), *new, *odd} - {""})
+    return sorted({*get_keys_to_not_convert(skeleton), *new, *odd, head_module(skeleton)} - {""})
 
 
 def _input_width(module: Any) -> int:

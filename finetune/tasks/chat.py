@@ -144,13 +144,22 @@ class ChatFormat(InputFormat):
     def build_text_prompts(
         self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, raw: bool = False
     ) -> list[GenerationPrompt]:
-        """Return each text as the first user turn; `raw`: as a conversation that is already rendered."""
+        """Return each text as the first user turn; `raw`: as a conversation that is already rendered, whose beginning
+        is added only if it lacks it."""
         from ..data.chat.encode import build_prompts, make_prompt_row
+        from ..data.encoding import tokenize_plain
+        from ..data.example import GenerationPrompt
 
-        if raw:
-            return super().build_text_prompts(texts, tokenizer)
-        rows = [make_prompt_row(text, i) for i, text in enumerate(texts, start=1)]
-        return build_prompts(rows, task=self.task, tokenizer=tokenizer)[0]
+        rows = [make_prompt_row(text, i) for i, text in enumerate(["a"] if raw else texts, start=1)]
+        prompts = build_prompts(rows, task=self.task, tokenizer=tokenizer)[0]
+        if not raw:
+            return prompts
+        begin = prompts[0].ids[: prompts[0].ids[0] == tokenizer.bos_token_id]
+        tokens = [tokenize_plain(tokenizer, text) for text in texts]
+        return [
+            GenerationPrompt(f"prompt-{i}", text, ids if ids[:1] == begin else [*begin, *ids], prompts[0].stop)
+            for i, (text, ids) in enumerate(zip(texts, tokens, strict=True), start=1)
+        ]
 
     def build_prompts(
         self, rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, *, bad_rows: str = "refuse"

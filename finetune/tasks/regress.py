@@ -119,7 +119,7 @@ def standardised_layer(task: BaseTask, backbone: str | Path) -> OutputLayer | No
     layers = [
         OutputLayer(name, module.bias is not None)
         for name, module in model.named_modules()
-        if getattr(module, "out_features", None) == 1 and is_fully_trained(name, model.new_parameters)
+        if getattr(module, "out_features", None) == 1 and is_fully_trained(name, model)
     ]
     if len(layers) != 1:
         raise UserError(

@@ -98,14 +98,15 @@ class Seq2Seq(TemplateTask):
         from ..data.example import Example
 
         prompts = encoder.within(((self.prefix or "") + prompt for prompt, _ in texts), left=encoder.left)
-        targets = encoder.within(target for _, target in texts)
-        batch = encoder.tokens(targets)
-        room = encoder.max_length - len(encoder.specials.prefix) - len(encoder.end)
+        decoder = encoder.for_targets()
+        targets = decoder.within(target for _, target in texts)
+        batch = decoder.tokens(targets)
+        room = decoder.max_length - len(decoder.specials.prefix) - len(decoder.end)
         for i, (row, prompt, ids) in enumerate(
             zip(rows, encoder.tokens(prompts)["input_ids"], batch["input_ids"], strict=True)
         ):
             source, prompt_cut = encoder.closed(prompt, encoder.specials.suffix, left=encoder.left)
-            labels, target_cut = encoder.closed(ids, encoder.end)
+            labels, target_cut = decoder.closed(ids, decoder.end)
             needs = max(prompt_cut.needs, target_cut.needs)
             truncation = Truncation(needs, bool(prompt_cut or target_cut), answer=bool(target_cut))
             empty = not ids or not targets[i].strip()
@@ -117,7 +118,7 @@ class Seq2Seq(TemplateTask):
                 labels,
                 row.id,
                 row.where,
-                encoder.bytes(targets[i], batch, i, 0, min(len(ids), room)),
+                decoder.bytes(targets[i], batch, i, 0, min(len(ids), room)),
                 answer=texts[i][1] if self.score == "generate" else None,
                 decoder_ids=[decoder_start, *labels[:-1]],
             )

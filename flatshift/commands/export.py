@@ -80,6 +80,8 @@ def comparison_lines(result: dict[str, Any] | None) -> list[str]:
             f"it answers {answers} prompts as the run does{rounded}"
             + (f", and stops at {stops}" if stops else "; training supervised no token as the end of an answer")
         )
+    if dropped := result["dropped_settings"]:
+        lines.append(f"left out of generation_config.json, as the run answers without: {', '.join(dropped)}")
     lines += [f"llama.cpp has {text}, which changes none of these answers" for text in result["other_settings"]]
     return lines
 

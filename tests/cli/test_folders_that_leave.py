@@ -17,10 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from benchmarks._families import named, save_family, train_words
 from flatshift.cli import run
 from flatshift.experiments.recipe import resume_recipe
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.workflows import export as merging
 from flatshift.experiments.workflows import folder_check
 from flatshift.experiments.workflows.folder_check import (
     collect_end_tokens,
+    read_generation_settings,
     read_trained_ends,
     save_generation_settings,
 )
@@ -106,7 +108,11 @@ def test_larger_models_than_memory_are_compared_block_by_block(tied: Path, tmp_p
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
-    [("head", "differ from backbone + adapter by"), ("end", "does not stop at token 3, which training ended answers")],
+    [
+        ("head", "differ from backbone + adapter by"),
+        ("end", "does not stop at token 3, which training ended answers"),
+        ("penalty", "plain transformers answers the prompt"),
+    ],
 )
 def test_a_folder_that_answers_otherwise_is_not_written(
     tied: Path, tmp_path: Path, capsys, monkeypatch, wrong: str, message: str
@@ -122,7 +128,13 @@ def test_a_folder_that_answers_otherwise_is_not_written(
     if wrong == "head":
         monkeypatch.setattr(merging, "save_tokenizer", with_one_matrix)
     else:
-        own = lambda recipe, folder, ends: save_generation_settings(recipe, folder, [0])  # noqa: E731
+
+        def own(recipe: Recipe, folder: Path, ends: list[int]) -> None:
+            save_generation_settings(recipe, folder, [0] if wrong == "end" else ends)
+            file = folder / "generation_config.json"
+            more = {} if wrong == "end" else {"suppress_tokens": list(range(4, 9999))}
+            file.write_text(json.dumps(json.loads(file.read_text()) | more), encoding="utf-8")
+
         monkeypatch.setattr(merging, "save_generation_settings", own)
     capsys.readouterr()
     assert run(["merge", str(tied), "--out", str(tmp_path / "merged")]) == 2
@@ -230,6 +242,13 @@ def test_a_backbone_without_an_end_gets_the_trained_one(tied: Path, tmp_path: Pa
     save_generation_settings(recipe, tmp_path, [END])
     found = GenerationConfig.from_pretrained(tmp_path)
     assert (found.eos_token_id, found.pad_token_id) == (END, 1)
+    own = {"bos_token_id": 2, "max_length": 90, "use_cache": True, "repetition_penalty": 2.0, "forced_bos_token_id": 0}
+    (backbone / "generation_config.json").write_text(json.dumps(own), encoding="utf-8")
+    recipe = dataclasses.replace(recipe, backbone=str(backbone))
+    save_generation_settings(recipe, tmp_path, [END])
+    kept = {"pad_token_id": 1, "bos_token_id": 2, "max_length": 90, "eos_token_id": END}
+    assert json.loads((tmp_path / "generation_config.json").read_text(encoding="utf-8")) == kept
+    assert read_generation_settings(recipe)[1] == ["repetition_penalty", "forced_bos_token_id"]
 
 
 def test_the_end_of_an_answer_is_what_was_supervised_last() -> None:

@@ -31,6 +31,7 @@ from flatshift.finetune.data.rows import Row, read_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.tasks import Chat, Completion, Seq2Seq
+from tests.support.chat_models import chat_tokenizer
 from tests.support.commands import flags
 
 pytestmark = pytest.mark.usefixtures("warm_checks")
@@ -197,8 +198,18 @@ def test_one_text_fills_no_template_of_two_columns() -> None:
     assert [one.text for one in task.input_format.build_text_prompts(["x"], tokenizer, raw=True)] == ["x"]
     (asked,) = Seq2Seq(prompt="say {text}", prefix="do: ").input_format.build_text_prompts(["x"], tokenizer)
     assert asked.text == "do: say x"
-    (asked,) = Chat(template="plain").input_format.build_text_prompts(["User: x\nAssistant:"], tokenizer, raw=True)
-    assert tokenizer.decode(asked.ids) == "<bos>User: x\nAssistant:"
+
+
+def test_a_raw_text_of_a_chat_run_is_read_and_ends_as_in_training() -> None:
+    tokenizer = chat_tokenizer("phi3")
+    (asked,) = Chat().input_format.build_text_prompts(["x"], tokenizer)
+    for text in (asked.text, asked.text.removeprefix("<s>")):
+        (raw,) = Chat().input_format.build_text_prompts([text], tokenizer, raw=True)
+        assert raw.ids == asked.ids and raw.text == text
+        assert raw.stop == asked.stop == tokenizer.convert_tokens_to_ids("<|end|>") != tokenizer.eos_token_id
+    tokenizer = open_backbone("flatshift-5m").tokenizer
+    (raw,) = Chat(template="plain").input_format.build_text_prompts(["User: x\nAssistant:"], tokenizer, raw=True)
+    assert tokenizer.decode(raw.ids) == "<bos>User: x\nAssistant:"
 
 
 def test_a_classifier_writes_nothing(classes: Path, tmp_path: Path, capsys) -> None:

@@ -35,6 +35,7 @@ from .template import ChatTemplate, Messages, TemplateRenderError, Tools, get_th
 _MARK = "xQZ0markedhere0ZQx"  # only letters and digits, so that no template strips, splits or escapes it
 _PROBE = "."
 _EMPTY_THOUGHTS = re.compile(r"<(think|thinking)>\s*</\1>\s*")
+_WORD = re.compile(r"[^\W_]+")
 _LONGEST_TAG = len("<thinking>") + 8
 
 Span = tuple[int, int]
@@ -277,10 +278,16 @@ def _check_content(text: str, turn: dict[str, Any], index: int) -> None:
 
 def _check_context(text: str, messages: Messages, tools: Tools) -> None:
     """Check that the context of an answer is rendered: templates omit roles, and tools, that they do not know."""
-    squeezed = _remove_whitespace(text)
+    squeezed, words = _remove_whitespace(text), set(_WORD.findall(text))
     for number, turn in enumerate(messages, start=1):
-        if turn["role"] not in ("assistant", "tool") and _remove_whitespace(join_text_parts(turn)) not in squeezed:
-            raise AmbiguousTemplate(f"the template leaves out or rewrites turn {number} ({turn['role']})")
+        role, content = turn["role"], join_text_parts(turn)
+        if role == "tool":  # some templates write it as JSON, with other signs between its words
+            kept = all(word in text for word in set(_WORD.findall(content)) - words)
+        else:
+            kept = role == "assistant" or _remove_whitespace(content) in squeezed
+        if not kept:
+            error = _ToolsOmitted if role == "tool" else AmbiguousTemplate
+            raise error(f"the template leaves out or rewrites turn {number} ({role})")
     for tool in tools or ():
         name = tool.get("function", tool).get("name")
         if not isinstance(name, str) or name not in text:

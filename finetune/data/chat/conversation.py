@@ -144,6 +144,8 @@ def _parse_turn(turn: Any, number: int) -> dict[str, Any]:
             message["tool_calls"] = _parse_tool_calls(message["tool_calls"], number)
         if not join_text_parts(message).strip() and not message.get("tool_calls"):
             raise ValueError(f"turn {number} of the assistant is empty")
+    elif message.pop("tool_calls", None):
+        raise ValueError(f"turn {number} ({role}) has tool_calls, which belong to turns of the assistant")
     elif content is None:
         raise ValueError(f"turn {number} ({role}) has no content")
     elif role == "user" and not join_text_parts(message).strip():
@@ -153,7 +155,9 @@ def _parse_turn(turn: Any, number: int) -> dict[str, Any]:
 
 def _convert_sharegpt(message: dict[str, Any], number: int) -> dict[str, Any]:
     sender = message["from"]
-    if message.keys() - {"from", "value", "weight"} or not isinstance(sender, str) or sender not in _SHAREGPT:
+    if odd := sorted(message.keys() - {"from", "value", "weight"}):
+        raise ValueError(f"turn {number} has {odd[0]!r} beside from and value; leave it out, or write role and content")
+    if not isinstance(sender, str) or sender not in _SHAREGPT:
         raise ValueError(
             f"turn {number} is from {sender!r}; of ShareGPT's form only human, gpt, system, function_call and "
             "observation with a value are clear: write role and content instead"

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 from ...errors import UserError
-from ..encoding import ANY_LENGTH, DroppedRows, Truncation, iter_chunks, minimum_known
+from ..encoding import ANY_LENGTH, DroppedRows, Truncation, decode_answer, iter_chunks, minimum_known
 from ..example import IGNORE, EncodedRows, Example, GenerationPrompt
 from ..rows import FORMS, TWO_TURNS, Row
 from .answers import AssistantSpans, RenderedConversation
@@ -223,7 +223,7 @@ class ChatEncoder:
             return Example(ids, labels, name, row.where, size, prompt=prompt)
         last = slice(sample.last, None)
         tokens = [token for token, yes in zip(sample.ids[last], sample.supervised[last], strict=True) if yes]
-        answer = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        answer = decode_answer(self.tokenizer, tokens)
         stop = self._find_stop(row, tokens)
         return Example(ids, labels, name, row.where, size, answer=answer, prompt=prompt, stop=stop)
 

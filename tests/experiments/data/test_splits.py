@@ -23,7 +23,8 @@ from flatshift.finetune.data.files import describe_files
 from flatshift.finetune.data.rows import read_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.backbone import open_backbone
-from tests.support.data_models import write_jsonl
+from tests.support.data_models import byte_tokenizer, write_jsonl
+from tests.support.finetune_models import save_backbone
 
 BASE = """
 backbone: flatshift-5m
@@ -39,6 +40,20 @@ def folder(tmp_path):
         ]
         write_jsonl(tmp_path / f"{name}.jsonl", records)
     return tmp_path
+
+
+def test_a_token_beyond_the_embedding_is_refused_with_its_line(folder):
+    tokenizer = byte_tokenizer()
+    backbone = save_backbone("llama", folder / "llama", vocab_size=len(tokenizer))
+    tokenizer.add_tokens(["<image>"])
+    tokenizer.save_pretrained(backbone)
+    write_jsonl(folder / "rows.jsonl", [{"text": "the cat"}, {"text": "the <image>"}])
+    recipe = recipe_of(folder, "task: language-model\ndata: {train: {files: [DIR/rows.jsonl]}}", backbone=str(backbone))
+    with pytest.raises(UserError, match=r"rows\.jsonl:2: the tokenizer of .* has a token .*; leave the row out"):
+        prepare_data(recipe)
+    (folder / "manifest.json").write_text(json.dumps({"inputs": [], "label_names": None, "units": None}))
+    with pytest.raises(UserError, match=r"rows\.jsonl:2: the tokenizer of"):
+        splits.prepare_eval_data(recipe, [str(folder / "rows.jsonl")], run=folder)
 
 
 def recipe_of(folder, text, **overrides):

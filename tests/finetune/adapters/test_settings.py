@@ -8,6 +8,9 @@ import shutil
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, BartConfig, BartForSequenceClassification
 
 from flatshift.finetune.adapters.adapter import (
     attach_adapter,
@@ -30,6 +33,7 @@ from flatshift.finetune.tasks import Classify, LanguageModel
 from flatshift.finetune.train.optimizer import AdapterOptimizer
 from tests.support.adapter_models import logits, move, plain_peft
 from tests.support.finetune_models import save_backbone
+from tests.support.seq2seq_models import save_encoder_decoder
 
 LM, CLS = LanguageModel(), Classify()
 
@@ -118,6 +122,29 @@ def test_whole_modules_train_beside_the_adapter(source, tmp_path):
     save_adapter(model, tmp_path / "adapter")
     assert torch.equal(logits(plain_peft(source, tmp_path / "adapter")), wanted)
     assert {n for n in read_adapter(tmp_path / "adapter") if ".lora_" not in n} == set(whole)
+
+
+def test_a_head_of_the_checkpoint_trains_in_full_whatever_its_name(tmp_path):
+    """BART's `classification_head`, with as many classes as the task: nothing of it is new."""
+    source = save_encoder_decoder("bart", tmp_path / "generates", num_labels=3)
+    model = BartForSequenceClassification(BartConfig.from_pretrained(source))
+    model.save_pretrained(source)
+    built = build(source, Adapter(rank=2, targets=("q_proj", "out_proj")), task=CLS)
+    assert built.get_base_model().new_parameters == ()
+    head = {
+        name.split("head.")[1]: p.requires_grad
+        for name, p in built.named_parameters()
+        if ".original" not in name and "_head." in name
+    }
+    assert head == {
+        f"{layer}.modules_to_save.default.{leaf}": True
+        for layer in ("dense", "out_proj")
+        for leaf in ("weight", "bias")
+    }
+    save_adapter(built, tmp_path / "adapter")
+    assert "base_model.model.classification_head.dense.weight" in load_file(
+        tmp_path / "adapter" / "adapter_model.safetensors"
+    )
 
 
 def test_lora_plus_speeds_up_every_b_and_nothing_else(source):
@@ -302,6 +329,28 @@ def test_an_adapter_beneath_must_fit(source, tied, tmp_path):
         build(source, Adapter(targets="q_proj", under=str(tmp_path / "first")))
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"lora_alpha": None}, {"lora_alpha": "8"}, {"alpha_pattern": ["q_proj"]}, {"alpha_pattern": {"q": "x"}}],
+)
+def test_a_damaged_scale_is_refused_in_a_sentence(settings, tmp_path):
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4} | settings))
+    with pytest.raises(
+        UserError, match=r"^here: .*adapter_config\.json: lora_alpha or alpha_pattern has .*, not a number"
+    ):
+        SavedAdapter.find(str(tmp_path), context="here")
+
+
+def test_pefts_copy_of_a_frozen_embedding_is_no_head(source, tmp_path):
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, lora_alpha=4, target_modules=["q_proj", "embed_tokens"])
+    get_peft_model(AutoModelForCausalLM.from_pretrained(source), config).save_pretrained(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    assert "base_model.model.model.embed_tokens.base_layer.weight" in load_file(file)
+    assert all(".lora_" in name for name in read_adapter(tmp_path))
+    build(source, Adapter(rank=2, targets=("q_proj", "embed_tokens"), under=str(tmp_path)))
+
+
 def test_a_start_is_compared_setting_by_setting(source, tied, tmp_path):
     saved(source, tmp_path / "first", Adapter(rank=2, targets=("q_proj", "v_proj")))
     other = save_backbone("llama", tmp_path / "other", hidden_size=64, attention_bias=True)
@@ -351,7 +400,7 @@ def test_a_fingerprint_tells_weights_apart_and_not_files(source, tmp_path):
         ("target_modules", "(([a-z_.0-9])+)+!", True), ("target_modules", "(a|a)*b", True),
         ("target_modules", ".*.*.*.*x", True), ("exclude_modules", "((x+){9})", True),
         ("rank_pattern", {"(([a-z.])+)+!": 3}, True), ("alpha_pattern", {"([a-z]+)*!": 3}, True),
-        ("target_modules", ["q_proj", "(x+)+"], True),
+        ("target_modules", ["q_proj", "(x+)+"], True), ("alpha_pattern", {"(": 2}, True),
         ("target_modules", r"^(?!.*visual).*(?:q_proj|k_proj).*", False), ("target_modules", "all-linear", False),
         ("rank_pattern", {r"layers\.(0|1)\.q_proj": 3}, False), ("target_modules", 3, False),
         ("rank_pattern", None, False),

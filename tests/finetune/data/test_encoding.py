@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from tokenizers import Tokenizer, models, processors
+from transformers import PreTrainedTokenizerFast
 
 from flatshift.finetune.data.encoding import IGNORE, encode
 from flatshift.finetune.data.labels import sort_labels
@@ -85,6 +87,19 @@ def test_fit_completion_invariants(prefix, prompt, answer, reserve):
     assert context or not p  # an answer always follows something if there is something
     if len(kept) < answer:
         assert len(tail) <= (0 if prefix else 1)  # the prompt goes first
+
+
+def test_a_tokenizer_without_a_token_for_the_probe():
+    """Of bases alone: `a` has no token."""
+    letters = Tokenizer(models.BPE({"<s>": 0, "</s>": 1, "C": 2, "G": 3}, []))
+    special = [("<s>", 0), ("</s>", 1)]
+    letters.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> $B </s>", special_tokens=special
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    rows = [row(0, text="CG", label="x"), row(1, text="CG", text2="G", label="x")]
+    found = encode(rows, task=Classify(labels=("x", "y")), tokenizer=tokenizer, max_length=16).examples
+    assert [example.input_ids for example in found] == [[0, 2, 3, 1], [0, 2, 3, 1, 3, 1]]
 
 
 def test_ranked_completions_carry_their_choices():

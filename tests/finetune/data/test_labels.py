@@ -46,13 +46,15 @@ MULTI, NUMBER = Classify(multi=True), Regress()
         ([1, 2.0, "x"], ("1", "2", "x")),
         (3, ("3",)),
         (True, ("True",)),
+        (' ["b, c", "a", 2]', ("2", "a", "b, c")),
+        ("[]", ()),
     ],
 )
 def test_classes_of_any_value(value, expected):
     assert read_classes(value, separator=",") == expected
 
 
-@pytest.mark.parametrize("value", [[None], [["a"]], {"a": 1}, [float("nan")]])
+@pytest.mark.parametrize("value", [[None], [["a"]], {"a": 1}, [float("nan")], "['a', 'b']"])
 def test_classes_that_are_none(value):
     with pytest.raises(ValueError):
         read_classes(value, separator=",")

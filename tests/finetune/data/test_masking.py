@@ -33,6 +33,12 @@ TOKENIZER = masked_tokenizer()
 MASK = TOKENIZER.mask_token_id
 
 
+def test_no_token_becomes_one_that_was_added_to_the_vocabulary():
+    tokenizer = masked_tokenizer()
+    tokenizer.add_tokens([f"<extra {i}>" for i in range(9)])
+    assert Masking.of(TASK, tokenizer).replacements.tolist() == Masking.of(TASK, TOKENIZER).replacements.tolist()
+
+
 def encoded(rows, task=TASK, max_length=64):
     return encode(rows, task=task, tokenizer=TOKENIZER, max_length=max_length).examples
 

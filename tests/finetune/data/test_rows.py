@@ -197,6 +197,12 @@ def test_a_column_named_by_the_user_that_no_row_has_is_refused_after_the_last(tm
 
 def test_columns_are_mapped_and_may_swap(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "second", "text2": "first", "y": 1, "name": "n"}])
+    blank = write_jsonl(tmp_path / "b.jsonl", [{"text": "a", "text2": text} for text in (" \n", "", None, "b")])
+    assert ["text2" in row.values for row in read_rows([str(blank)])] == [False, False, False, True]
+    assert [row.values["text2"] for row in read_rows([str(blank)], required=("text2",), bad_rows="skip")][:2] == [
+        " \n",
+        "",
+    ]
     columns = Columns(text="text2", text2="text", label="y", id="name")
     (row,) = read_rows([str(path)], columns=columns, required=("text", "text2", "label", "y"))
     assert row.values == {"text": "first", "text2": "second", "label": "1", "id": "n", "y": 1, "name": "n"}

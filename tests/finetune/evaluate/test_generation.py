@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.stats import chi2
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 from flatshift.experiments.workflows.run_parts import check_generative
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
@@ -240,6 +240,43 @@ def test_prompts_are_what_training_put_before_the_answer(tokenizer):
             if isinstance(task, Completion):
                 assert prompt_tokens(example) == ids
             assert example.input_ids[-1] == get_end_token(tokenizer)
+
+
+class Parrot:
+    """Writes the same tokens after every prompt."""
+
+    config = PretrainedConfig()
+
+    def __init__(self, *ids):
+        self.ids = ids
+
+    def generate(self, *, input_ids, generation_config, **_):
+        self.ends = generation_config.eos_token_id
+        return torch.cat([input_ids, torch.tensor([self.ids]).expand(len(input_ids), -1)], dim=1)
+
+
+def parrot_says(text, tokenizer):
+    model = Parrot(*tokenizer(text, add_special_tokens=False)["input_ids"], get_end_token(tokenizer))
+    task = Completion(score="generate")
+    examples = encode([row(text="cat", label=text)], task=task, tokenizer=tokenizer, max_length=64).examples
+    (answer,) = generate_answers(model, tokenizer, examples, EvalBatching.of(tokenizer, batch_size=1), max_new_tokens=8)
+    return answer, model
+
+
+def test_without_an_eos_a_judged_answer_ends_at_the_trained_end():
+    tokenizer = bert_tokenizer()
+    answer, model = parrot_says("dog", tokenizer)
+    assert answer == "dog" and tokenizer.eos_token_id is None
+    assert model.ends == [tokenizer.sep_token_id] == [get_end_token(tokenizer)]
+
+
+def test_a_judged_answer_keeps_the_spaces_that_it_was_written_with():
+    tokenizer = bert_tokenizer()
+    tokenizer.add_tokens(["."])
+    tokenizer.clean_up_tokenization_spaces = True
+    assert (
+        parrot_says("the cat .", tokenizer)[0] == "the cat ." != tokenizer.decode(tokenizer("the cat .")["input_ids"])
+    )
 
 
 def test_refusals_name_the_nearest_fix():

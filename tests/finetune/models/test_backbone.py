@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,7 +99,7 @@ def test_the_pad_token_of_the_config_stays_where_nothing_else_is_padded_with(tmp
     tokenizer.add_special_tokens({"pad_token": "<beyond>"})
     assert tokenizer.pad_token_id == 320, "added without a row of the embedding, as many Llama tokenizers have it"
     tokenizer.save_pretrained(beyond)
-    assert load_backbone(beyond, **task).config.pad_token_id == 1
+    assert load_backbone(beyond, **task).config.pad_token_id == open_backbone(beyond).tokenizer.eos_token_id == 2
 
 
 @pytest.mark.parametrize("kind", ["gpt2-dropout", "bert", "roberta"])
@@ -275,6 +276,17 @@ def test_a_hub_name_in_the_cache_loads_without_a_network(llama, tmp_path, offlin
         open_backbone("somebody/tiny")
 
 
+def test_sentencepiece_and_code_files_belong_to_a_backbone(llama, tmp_path, offline, monkeypatch):
+    directory, asked = Path(shutil.copytree(llama, tmp_path / "marian")), []
+    before = open_backbone(directory).text_digests
+    for name in ("source.spm", "bpe.codes"):
+        (directory / name).write_bytes(b"pieces")
+    assert open_backbone(directory).text_digests.keys() - before.keys() == {"source.spm", "bpe.codes"}
+    fetch = lambda name, **options: asked.extend(options["allow_patterns"]) or directory  # noqa: E731
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert open_backbone("somebody/marian").directory == directory and {"*.spm", "*.codes"} <= set(asked)
+
+
 def test_the_tokenizer_of_another_backbone_is_refused(tmp_path):
     directory = save_backbone("llama", tmp_path / "llama", vocab_size=100)
     byte_tokenizer().save_pretrained(directory)
@@ -283,5 +295,7 @@ def test_the_tokenizer_of_another_backbone_is_refused(tmp_path):
     directory = save_backbone("llama", tmp_path / "added", vocab_size=len(byte_tokenizer()))
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["<image>"])  # as Gemma 3 has one for pictures
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     tokenizer.save_pretrained(directory)
-    assert len(open_backbone(directory).tokenizer) == open_backbone(directory).config.vocab_size + 1
+    assert len(open_backbone(directory).tokenizer) == open_backbone(directory).config.vocab_size + 2
+    assert open_backbone(directory).tokenizer.pad_token == "<eos>"  # the model reads no [PAD]

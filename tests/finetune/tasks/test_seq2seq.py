@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import NllbTokenizer
 
 from flatshift.experiments.data.splits import prepare_data, prepare_eval_data
 from flatshift.experiments.recipe import from_override, load_recipe
@@ -68,6 +69,14 @@ def test_the_tokenizers_own_template_stands_on_both_sides():
     (example,) = encode(rows, task=TASK, tokenizer=tokenizer, max_length=64, decoder_start=9).examples
     assert example.input_ids == tokenizer("say: cat")["input_ids"]
     assert example.labels == tokenizer("dog")["input_ids"]
+
+
+def test_a_tokenizer_for_translation_writes_targets_in_their_language():
+    tokenizer = NllbTokenizer(src_lang="eng_Latn", tgt_lang="deu_Latn")
+    rows = [row(text="cat", label="dog")]
+    (example,) = encode(rows, task=TASK, tokenizer=tokenizer, max_length=64, decoder_start=9).examples
+    assert example.input_ids == tokenizer("say: cat")["input_ids"]
+    assert example.labels == tokenizer(text_target="dog")["input_ids"] != tokenizer("dog")["input_ids"]
 
 
 def test_each_side_is_cut_on_its_own_and_counted():

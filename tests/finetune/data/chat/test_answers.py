@@ -125,6 +125,20 @@ def test_what_cannot_be_proven_is_refused_in_a_sentence(reason):
         shown(REFUSED[reason])
 
 
+def test_a_tool_turn_may_be_written_as_json_and_not_left_out():
+    told = copy.deepcopy(CONVERSATIONS["tools"])
+    told["messages"][2]["content"] = 'hail\n& "frost"'
+    text = (
+        "{{ tools }}" + LOOP + "{{ m.content if m.role != 'tool' else WRITTEN }}{{ m.tool_calls }}{{ eos_token }}" + END
+    )
+    (sample,), _ = shown(text.replace("WRITTEN", "m.content | tojson"), told)
+    assert r"hail\n" in sample
+    with pytest.raises(
+        UserError, match=r"leaves out or rewrites turn 3 \(tool\); task.template: base ships and writes"
+    ):
+        shown(text.replace("WRITTEN", "''"), told)
+
+
 def test_public_templates_that_lose_something_are_refused():
     def encoded(template, told):
         return encode([row(0, **told)], task=Chat(), tokenizer=chat_tokenizer(template), max_length=4096)

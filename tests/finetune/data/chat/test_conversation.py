@@ -127,7 +127,9 @@ BAD = {
     "no turn of the assistant is there to learn from": [ASK],
     "a tool call of turn 2 names no function": [ASK, {"role": "assistant", "tool_calls": [{"type": "function"}]}],
     "tool_calls of turn 2 is an object, not a list": [ASK, {"role": "assistant", "tool_calls": {"name": "f"}}],
+    r"turn 1 \(user\) has tool_calls, which belong to turns of the assistant": [{**ASK, "tool_calls": ["abc"]}, SAY],
     "turn 2 is from 'function_call', and its value is no JSON": [ASK, {"from": "function_call", "value": "f()"}],
+    "turn 1 has 'markdown' beside from and value; leave it out": [{"from": "human", "value": "Hi", "markdown": 1}, SAY],
     "turn 1 is from 'narrator'; of ShareGPT's form only": [{"from": "narrator", "value": "f()"}, SAY],
     "the arguments of 'f' in turn 2 are text that is no JSON object": [
         ASK, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "x=1"}}]},
