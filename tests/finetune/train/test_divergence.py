@@ -286,6 +286,23 @@ def test_a_kill_between_going_back_and_the_new_checkpoint_costs_time_only(source
     assert same(resumed, whole) and result.rewinds == 1
 
 
+def test_newer_checkpoints_are_kept_if_no_older_one_is_valid(source, tmp_path):
+    state = tmp_path / "run" / "state"
+
+    class Damaging(SickEngine):
+        def forward_backward(self, micros, count, **how):
+            if micros[0].batch == 9:
+                for step in (step for step in saved_steps(state) if step <= 6):
+                    (state / f"step-{step}" / "state.safetensors").write_bytes(b"broken")
+            return super().forward_backward(micros, count, **how)
+
+    engine = engine_of(source, jump={9})
+    engine.__class__ = Damaging
+    with pytest.raises(Diverged, match="checkpoint of step 8 is kept"):
+        fit(engine, tmp_path / "run", spikes=SPIKES)
+    assert saved_steps(state) == [8]
+
+
 def test_back_to_the_very_beginning_with_a_fresh_optimizer(source, tmp_path):
     spikes = dataclasses.replace(SPIKES, back=100)
     adapter, _ = fit(engine_of(source, jump={5}), tmp_path / "run", spikes=spikes)
