@@ -267,6 +267,12 @@ def test_resumed_around_a_spike(stop_at, regularizer, source, tmp_path):
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
 
 
+def test_the_batches_of_a_second_spike_are_named(source, tmp_path):
+    fit(engine_of(source, jump={5, 11}), tmp_path / "run", spikes=SPIKES, steps=8)
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "back to step 2, without batches 2 to 5\n" in log and "back to step 4, without batches 8 to 11\n" in log
+
+
 def test_a_kill_between_going_back_and_the_new_checkpoint_costs_time_only(source, tmp_path, monkeypatch):
     whole, _ = fit(engine_of(source, jump={9}), tmp_path / "whole", spikes=SPIKES)
     from flatshift.finetune.train.checkpointer import Checkpointer
