@@ -134,10 +134,9 @@ class Layout:
     @property
     def recipe(self) -> str:
         """Recipe lines to paste."""
-        axes = ", ".join(f"{axis}: {width}" for axis, width in wide_axes(self.mesh).items())
-        sequence = ", sequence_parallel: true" if self.mesh.sequence_parallel and axes else ""
-        reshard = ", reshard: true" if self.mesh.reshard and self.mesh.pp > 1 else ""
-        lines = [f"mesh: {{{axes}{sequence}{reshard}}}"] if axes else []
+        values = [(each.name, getattr(self.mesh, each.name), each.default) for each in dataclasses.fields(self.mesh)]
+        given = ", ".join(f"{name}: {str(value).lower()}" for name, value, default in values if value != default)
+        lines = [f"mesh: {{{given}}}"] if given else []
         rows = f"batch_size: {self.train.batch_size}, accumulate: {self.train.accumulate}"
         return "\n".join([*lines, f"train: {{{rows}, checkpointing: {self.train.checkpointing}}}"])
 

@@ -124,6 +124,14 @@ def test_many_devices_and_the_lines_to_paste() -> None:
     assert 0.1 < best["mfu"] < 0.7 and sum(best["seconds"].values()) == pytest.approx(best["update_s"], rel=0.01)
 
 
+def test_what_was_priced_is_what_the_recipe_gets(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--model", "llama-3.2-3b", "--gpus", "4xH100-80", "--mesh.pp", "2", "--mesh.dp", "2"]
+    words += ["--mesh.schedule", "interleaved", "--mesh.virtual", "2", "--mesh.zero", "1", "--mesh.stall", "90"]
+    assert run([*words, "--mesh.microbatches", "2", "--train.batch_size", "8", "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)["recipe"].splitlines()[0]
+    assert first == "mesh: {dp: 2, pp: 2, zero: 1, schedule: interleaved, virtual: 2, microbatches: 2, stall: 90.0}"
+
+
 def _work(**changed: object) -> StepLayout:
     plain = StepLayout(
         layers=32, hidden=4096, heads=32, products=12 * 4096**2, head=32000 * 4096, sequence=2048, rows=1, micro=8
