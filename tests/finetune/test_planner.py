@@ -132,6 +132,17 @@ def test_what_was_priced_is_what_the_recipe_gets(capsys: pytest.CaptureFixture[s
     assert first == "mesh: {dp: 2, pp: 2, zero: 1, schedule: interleaved, virtual: 2, microbatches: 2, stall: 90.0}"
 
 
+def test_no_plan_splits_tokens_or_blocks_that_training_does_not() -> None:
+    short = [from_override("train.max_length", "64")]
+    found = plan_mesh("seq2seq", short, model="flan-t5-base", gpus="2xH100-80")
+    assert "tp 2" in {layout["name"] for layout in found["layouts"]} and not any(
+        "sequence" in layout["name"] for layout in found["layouts"]
+    )
+    loop = [*short, from_override("mesh.schedule", "zbv")]
+    found = plan_mesh("language-model", loop, gpus="6xH100-80")  # six blocks, two stages a rank
+    assert {layout["mesh"]["pp"] for layout in found["layouts"]} <= {2, 3}
+
+
 def _work(**changed: object) -> StepLayout:
     plain = StepLayout(
         layers=32, hidden=4096, heads=32, products=12 * 4096**2, head=32000 * 4096, sequence=2048, rows=1, micro=8
@@ -178,6 +189,14 @@ def test_clusters_are_read() -> None:
         (["--adapter.layers", "99"], "adapter.layers: there is no block 99; this backbone has 6, from 0 to 5"),
         (["--adapter.layers", "[5, 6]"], "adapter.layers: there is no block 6; this"),
         (["--mesh.tp", "3"], "nearest that does: 2"),
+        (
+            ["--gpus", "4xT4", "--mesh.pp", "4", "--mesh.schedule", "interleaved"],
+            "mesh.pp: 4 × 2 stages are more than the 6 blocks of this backbone; take at most 3",
+        ),
+        (
+            ["--model", "flan-t5-base", "--gpus", "2xT4", "--mesh.tp", "2", "--mesh.sequence_parallel", "true"],
+            "mesh.sequence_parallel: the tokens of model type 't5' cannot be split",
+        ),
     ],
 )
 def test_mistakes(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
