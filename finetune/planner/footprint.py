@@ -131,6 +131,9 @@ def predict_footprint(
     if packed and device == "cpu":
         activations += int(mask_bytes(layers, train) * sequences)
     state = int((_STATE_BYTES + _MOMENT_BYTES.get(optimizer, 8)) * backbone.adapter) // (mesh.pp * adapter_shards)
+    weights = stage // (shards if mesh.zero == 3 else 1)
+    if mesh.offload:  # shards are in host memory, but for those of the blocks that are gathered
+        weights, state = 2 * unit // shards, state if mesh.adapters == "replicate" else 0
     # the gradient of the largest of their two maps, from which those of A and B are computed
     work = max(work_bytes(backbone, mesh, adapter, train, rows, device), block_experts * 2 // 3)
     if mesh.pp == 1 and train.accumulate == 1:  # gradients grow while activations are freed
@@ -153,7 +156,7 @@ def predict_footprint(
     if isinstance(regularizer, BiLora) and train.precision != "fp32":
         casts += 2 * regularizer.rank * sum(map(sum, backbone.layers)) // (mesh.tp * mesh.pp)
     return Footprint(
-        weights=stage // (shards if mesh.zero == 3 else 1),
+        weights=weights,
         gathered=gathered,
         adapter=state,
         activations=activations + casts,

@@ -124,6 +124,20 @@ def test_many_devices_and_the_lines_to_paste() -> None:
     assert 0.1 < best["mfu"] < 0.7 and sum(best["seconds"].values()) == pytest.approx(best["update_s"], rel=0.01)
 
 
+def test_offloaded_shards_are_in_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--model", "llama-3.1-70b", "--gpus", "2xH100-80", "--mesh.dp", "2", "--train.batch_size", "2"]
+    assert run([*words, "--train.max_length", "1024", "--mesh.offload", "true"]) == 0
+    assert "GiB of weights and adapter in host memory" in capsys.readouterr().out
+    for more, offload in (("65536", "true"), ("1024", "false")):
+        assert run([*words, "--train.max_length", more, "--mesh.offload", offload]) == 1
+        assert ("nf4" in capsys.readouterr().out) == (offload == "false")
+    sizes, train = read_sizes("llama-3.1-8b", Adapter()), Train(precision="bf16", batch_size=8)
+    held, moved = (
+        predict_footprint(sizes, mesh=Mesh(dp=8, offload=on), adapter=Adapter(), train=train) for on in (False, True)
+    )
+    assert moved.adapter == 0 and moved.weights == moved.gathered // 8 < held.weights / 5
+
+
 def test_what_was_priced_is_what_the_recipe_gets(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--model", "llama-3.2-3b", "--gpus", "4xH100-80", "--mesh.pp", "2", "--mesh.dp", "2"]
     words += ["--mesh.schedule", "interleaved", "--mesh.virtual", "2", "--mesh.zero", "1", "--mesh.stall", "90"]
