@@ -106,6 +106,7 @@ def round_up_pieces(pieces: int, *, pp: int, schedule: str) -> int:
     return pieces
 
 
+@functools.lru_cache(maxsize=1024)
 def pieces_per_micro(
     rows: int, micros: int, *, pp: int, virtual: int, schedule: str, requested: int | None = None
 ) -> int:

@@ -26,7 +26,7 @@ from ..models.families import block_stacks, find_family, has_expert_plan, is_tri
 from ..models.quantize import BLOCK
 from ..parallel.pipeline_plan import virtual_stages
 from .devices import Cluster, Devices, detect_devices
-from .footprint import Footprint, predict_footprint, rows_per_piece, step_passes
+from .footprint import Footprint, predict_footprint, split_step, step_passes
 from .rules import RuleSettings, broken_rule, check_settings
 from .sizes import BackboneSizes
 from .throughput import FORWARD_KERNELS, StepLayout, StepSeconds, kernels_per_block, predict_seconds
@@ -274,8 +274,7 @@ def price_layout(settings: RuleSettings, sizes: BackboneSizes, cluster: Cluster)
     mesh, train, adapter = settings.mesh, settings.train, settings.adapter
     width = WIDTHS[train.precision]
     rows = train.batch_size // (mesh.replicate * mesh.dp)
-    piece = rows_per_piece(mesh, rows)
-    pieces = train.accumulate * math.ceil(rows / piece)
+    piece, pieces = split_step(mesh, train, rows)
     blocks, shards = len(sizes.blocks), mesh.dp * mesh.cp
     repeats, references = step_passes(settings.task, settings.regularizer)
     gathered = 0.0
@@ -286,7 +285,7 @@ def price_layout(settings: RuleSettings, sizes: BackboneSizes, cluster: Cluster)
         gathered = times * width * sum(part * (n - 1) / n for part, n in groups) / (mesh.tp * mesh.pp)
     if mesh.pp > 1 and not mesh.reshards:
         gathered /= max(pieces, 1)
-    adapter_shards = shards if mesh.zero == 3 and mesh.adapters == "shard" else 1
+    adapter_shards = shards if mesh.adapters == "shard" else 1
     copies = mesh.replicate * shards // adapter_shards
     # reduce-scatter to the shards, then all-reduce among their copies
     reduced = (adapter_shards - 1) / adapter_shards + 2 * (copies - 1) / copies / adapter_shards

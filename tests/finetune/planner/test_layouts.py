@@ -14,7 +14,7 @@ from flatshift.finetune.config import MESH_AXES, Adapter, Mesh, Optimizer, Train
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.planner import devices as planner_devices
 from flatshift.finetune.planner.devices import Devices, visible_memory
-from flatshift.finetune.planner.footprint import predict_footprint
+from flatshift.finetune.planner.footprint import predict_footprint, split_step
 from flatshift.finetune.planner.layouts import is_allowed, resolve_mesh
 from flatshift.finetune.planner.rules import RuleSettings, check_settings
 from flatshift.finetune.planner.sizes import BackboneSizes, read_sizes
@@ -153,6 +153,14 @@ def test_a_pipeline_is_planned_by_the_cut_that_it_gets(tmp_path: Path) -> None:
     assert two.activations / one.activations == pytest.approx(15 / 18 * 2 / 4, rel=1e-6)
 
 
+def test_a_pipeline_is_planned_by_the_pieces_that_it_gets() -> None:
+    """1f1b on two ranks: nine rows are three pieces of three, as eight pieces of two would hold seven rows of nothing."""
+    assert split_step(Mesh(pp=2), Train(accumulate=2), 9) == (3, 6)
+    assert split_step(Mesh(pp=2, microbatches=3), Train(accumulate=1), 9) == (3, 3)
+    assert split_step(Mesh(pp=4, schedule="interleaved"), Train(accumulate=1), 5) == (1, 5)
+    assert split_step(Mesh(), Train(accumulate=2), 9) == (9, 2)
+
+
 def test_each_axis_takes_its_share(large: Path) -> None:
     sizes, train = BackboneSizes.read(large, LORA), Train(batch_size=8, max_length=2048, precision="bf16")
 
@@ -166,6 +174,7 @@ def test_each_axis_takes_its_share(large: Path) -> None:
     assert one.weights / 8 < stages.weights < one.weights / 7
     assert of(dp=8, reshard=False).gathered > of(dp=8).gathered
     assert of(dp=8, zero=1).weights == one.weights
+    assert of(dp=8, zero=1).adapter == of(dp=8, zero=2).adapter == shards.adapter == one.adapter // 8
     split = of(tp=8, sequence_parallel=True).activations
     assert split == pytest.approx(one.activations / 8 + 7 / 8 * 2 * sizes.adapter, rel=1e-6), "adapters' copies whole"
 
