@@ -211,17 +211,21 @@ def _activation_bytes(backbone: BackboneSizes, mesh: Mesh, adapter: Adapter, tra
     layers, _ = _fullest_rank(backbone, mesh, train)
     block_input = WIDTHS[train.precision] / (mesh.tp if mesh.sequence_parallel else 1)
     stored = block_input * layers + block if train.checkpointing == "full" else block * layers
-    return stored * train.max_length * backbone.hidden / mesh.cp
+    # blocks that are computed again need the mask that all layers share, a byte for a token and each of the others
+    mask = train.max_length**2 / mesh.cp if mesh.cp > 1 and train.checkpointing != "none" else 0
+    return stored * train.max_length * backbone.hidden / mesh.cp + mask
 
 
 def _block_bytes(backbone: BackboneSizes, mesh: Mesh, adapter: Adapter, train: Train) -> float:
-    """Return the bytes that a block keeps for backward, in units of T·D.
+    """Return the bytes that a block keeps for backward, in units of T/cp·D.
 
     Inputs of two norms in float32; query, key, value (per group, which a kernel without a mask does not repeat) and the
     attention's output, and inputs of their norms in float32; the tensors that the feed-forward's activation needs and
     its output; the inputs of the adapters and the outputs of their A; the sums of softmax and norms. Within 0.5 % of
     what autograd keeps for Llama, Qwen2 and Qwen3 blocks with all linear layers adapted
-    (tests/finetune/planner/test_footprint_trace.py); with fewer adapted layers an overestimate.
+    (tests/finetune/planner/test_footprint_trace.py); with fewer adapted layers an overestimate. Along cp attention
+    is two products, each with its outputs, mask and keys and values up to the last that a query meets: (2·cp + 1)/2·cp
+    of T, or T at once if no head is repeated for its group.
     """
     hidden, heads, attends = backbone.hidden, backbone.heads, train.checkpointing != "selective"
     width = WIDTHS[train.precision]
@@ -230,7 +234,10 @@ def _block_bytes(backbone: BackboneSizes, mesh: Mesh, adapter: Adapter, train: T
     feed_forward = backbone.wide * backbone.feed_forward / hidden * width
     attention = 0.0
     if attends:
-        attention = (2 * width * (heads + groups) * backbone.head + 4 * heads) / hidden
+        own, shared = (2 * heads, groups) if mesh.cp == 1 else (3 * heads, heads * (mesh.cp + (groups < heads) / 2))
+        attention = (width * (own + 2 * shared) * backbone.head + 4 * heads) / hidden
+        if mesh.cp > 1:
+            unsplit += width * train.max_length * (2 * mesh.cp + 1) / (4 * mesh.cp) / hidden
         attention += 4 * (heads + groups) * (backbone.head + 1) / hidden if backbone.normed else 0
     split = feed_forward + attention
     if mesh.tp > 1 and (plan := find_family(backbone.kind).tensor) is not None:

@@ -161,6 +161,17 @@ def test_a_pipeline_is_planned_by_the_pieces_that_it_gets() -> None:
     assert split_step(Mesh(), Train(accumulate=2), 9) == (9, 2)
 
 
+@pytest.mark.parametrize(("cp", "groups", "attended"), [(2, 4, 262144), (4, 4, 262144), (2, 2, 327680)])
+def test_keys_values_and_masks_do_not_divide_by_context(tmp_path: Path, cp: int, groups: int, attended: int) -> None:
+    """What hooks of autograd counted on cp ranks: repeated keys and values once more for the early run."""
+    sizes = BackboneSizes.read(llama(tmp_path / "b", 128, 256, 4, 4, groups, 352), Adapter(rank=8))
+    train, own, step = Train(batch_size=1, max_length=256, precision="fp32"), 256 // cp, 128 // cp
+    found = predict_footprint(sizes, mesh=Mesh(cp=cp, zero=1), adapter=Adapter(rank=8), train=train)
+    states, wide, factors, sums = 7 * own * 128, 4 * own * 256, 7 * own * 8, own * (4 + 2)
+    block = 4 * (states + wide + factors + sums + step**2 * (2 * cp + 1)) + attended
+    assert found.activations == 4 * block
+
+
 def test_each_axis_takes_its_share(large: Path) -> None:
     sizes, train = BackboneSizes.read(large, LORA), Train(batch_size=8, max_length=2048, precision="bf16")
 
