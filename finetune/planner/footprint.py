@@ -225,7 +225,8 @@ def _block_bytes(backbone: BackboneSizes, mesh: Mesh, adapter: Adapter, train: T
     what autograd keeps for Llama, Qwen2 and Qwen3 blocks with all linear layers adapted
     (tests/finetune/planner/test_footprint_trace.py); with fewer adapted layers an overestimate. Along cp attention
     is two products, each with its outputs, mask and keys and values up to the last that a query meets: (2·cp + 1)/2·cp
-    of T, or T at once if no head is repeated for its group.
+    of T, or T at once if no head is repeated for its group. With dropout, attention keeps its weights for each pair of
+    tokens, in float32 and dropped, and which were kept.
     """
     hidden, heads, attends = backbone.hidden, backbone.heads, train.checkpointing != "selective"
     width = WIDTHS[train.precision]
@@ -236,8 +237,12 @@ def _block_bytes(backbone: BackboneSizes, mesh: Mesh, adapter: Adapter, train: T
     if attends:
         own, shared = (2 * heads, groups) if mesh.cp == 1 else (3 * heads, heads * (mesh.cp + (groups < heads) / 2))
         attention = (width * (own + 2 * shared) * backbone.head + 4 * heads) / hidden
+        keys = train.max_length * (1 if mesh.cp == 1 else (2 * mesh.cp + 1) / (4 * mesh.cp))  # that a query meets
         if mesh.cp > 1:
-            unsplit += width * train.max_length * (2 * mesh.cp + 1) / (4 * mesh.cp) / hidden
+            unsplit += width * keys / hidden
+        rate = backbone.dropout if train.backbone_dropout is None else train.backbone_dropout
+        if backbone.dropout is not None and rate:
+            attention += heads * keys * (4 + width + 1) / hidden
         attention += 4 * (heads + groups) * (backbone.head + 1) / hidden if backbone.normed else 0
     split = feed_forward + attention
     if mesh.tp > 1 and (plan := find_family(backbone.kind).tensor) is not None:

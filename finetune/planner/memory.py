@@ -2,10 +2,10 @@
 
 Weights, gradients and optimizer state are counted; activations are measured: autograd's saved tensors are summed in a
 forward pass over a sequence of the run's own length if that is short, else of two short lengths, and extended along the
-line through them. Temporaries, dense masks of packed rows and a regularizer's state come from the closed forms of
-`flatshift.finetune.planner.footprint`. Not included: the allocator's overhead and the libraries. On a mesh everything
-is counted on the split model, without activations; in a ring collective a rank sends (n − 1)/n of the data gathered or
-reduced.
+line through them, or with dropout in attention the parabola through three. Temporaries, dense masks of packed rows and
+a regularizer's state come from the closed forms of `flatshift.finetune.planner.footprint`. Not included: the
+allocator's overhead and the libraries. On a mesh everything is counted on the split model, without activations; in a
+ring collective a rank sends (n − 1)/n of the data gathered or reduced.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +27,7 @@ from flatshift.regularizers.config import RegularizerConfig
 from ..adapters.adapter import trainable
 from ..adapters.soft_tokens import blank_features
 from ..compute.capabilities import preserve_rng_state
+from ..compute.dropout import KeyedDropout
 from ..compute.numerics import SHORT, attention_kernel, without_input_casts
 from ..compute.precision import autocast, infer_precision
 from ..config import WIDTHS, Adapter, Mesh, Optimizer, OptimizerKind, Train
@@ -38,12 +40,12 @@ from ..parallel.layout import local_part
 from ..parallel.mesh import SHARDS
 from ..parallel.pipeline_plan import bubble_fraction, pieces_per_micro, round_up_pieces, virtual_stages
 from .footprint import mask_bytes, perturbation_bytes, recomputed_bytes, work_bytes
-from .sizes import ROUTED, BackboneSizes
+from .sizes import ROUTED, BackboneSizes, attention_dropout
 
 if TYPE_CHECKING:
     from ..tasks import Task
 
-_PROBE = (SHORT + 8, SHORT + 24)
+_PROBE = (SHORT + 8, SHORT + 24, SHORT + 40)
 """Probe lengths in tokens: on a CPU, attention takes another path for shorter sequences."""
 QUANTISED_BLOCK, QUANTISED_FROM = 256, 4096
 """Values of 8-bit moments that share a scale (bitsandbytes), and of the smallest tensor with such moments."""
@@ -101,15 +103,18 @@ def memory_plan(
     frozen = {p.data_ptr(): p.nbytes for p in model.parameters() if not p.requires_grad}
     frozen |= {b.data_ptr(): b.nbytes for b in (*model.buffers(), *quantization_scales(model).values())}
 
+    config: Any = model.config
+    drops = bool(attention_dropout(config.get_text_config().to_dict()))
+    keyed = KeyedDropout({module: name for name, module in model.named_modules()}, seed=0)
+    lengths = (train.max_length,) if train.max_length <= _PROBE[1 + drops] else _PROBE[: 2 + drops]
+
     def saved_bytes(tokens: int) -> int:
-        with _one_row(model, tokens, train) as forward:
+        drawn = keyed.forward_pass(0, first_row=0, rows=1, tokens=tokens) if drops else contextlib.nullcontext()
+        with _one_row(model, tokens, train) as forward, drawn:
             return count_saved_bytes(model, forward)
 
-    if train.max_length <= _PROBE[1]:
-        per_row: float = saved_bytes(train.max_length)
-    else:  # bytes grow linearly
-        short, long = map(saved_bytes, _PROBE)
-        per_row = short + max(long - short, 0) / (_PROBE[1] - _PROBE[0]) * (train.max_length - _PROBE[0])
+    through = np.polyfit(lengths, [saved_bytes(tokens) for tokens in lengths], len(lengths) - 1)
+    per_row = float(np.polyval(through, train.max_length))
     masks = 0
     if task is not None and task.pack and device.type == "cpu":
         masks = mask_bytes(len(transformer_blocks(model)), train) * train.batch_size

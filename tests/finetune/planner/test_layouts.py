@@ -154,7 +154,7 @@ def test_a_pipeline_is_planned_by_the_cut_that_it_gets(tmp_path: Path) -> None:
 
 
 def test_a_pipeline_is_planned_by_the_pieces_that_it_gets() -> None:
-    """1f1b on two ranks: nine rows are three pieces of three, as eight pieces of two would hold seven rows of nothing."""
+    """1f1b on two ranks: nine rows are three pieces of three; eight pieces of two would hold seven rows of nothing."""
     assert split_step(Mesh(pp=2), Train(accumulate=2), 9) == (3, 6)
     assert split_step(Mesh(pp=2, microbatches=3), Train(accumulate=1), 9) == (3, 3)
     assert split_step(Mesh(pp=4, schedule="interleaved"), Train(accumulate=1), 5) == (1, 5)
