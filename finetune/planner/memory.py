@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from flatshift.regularizers.config import RegularizerConfig
 
@@ -294,8 +295,14 @@ def mesh_plan_lines(engine: Engine, *, mesh: Mesh, train: Train, optimizer: Opti
         ("optimizer state", state, f"{kind}, lr {optimizer.lr:g}, {optimizer.schedule}"),
     ]
     if sharding is not None and sharding.units:
-        units = [sum(p.numel() * p.itemsize for p in unit.parameters()) for unit in transformer_blocks(engine.model)]
-        rows.append(("gathered", 2 * max(units, default=0), "the largest block and its gather buffer"))
+        units = (
+            sum(p.numel() * p.itemsize for p in unit.parameters() if isinstance(p, DTensor))
+            for unit in transformer_blocks(engine.model)
+        )
+        largest, note = max(units, default=0), "the largest block and its gather buffer"
+        if not mesh.reshards:
+            note = "all that is sharded, and a block's gather buffer"
+        rows.append(("gathered", largest + (largest if mesh.reshards else sharding.sharded_bytes), note))
     rows.append(("together", sum(count for _, count, _ in rows), "without activations, temporaries and libraries"))
     lines = _format_plan(train, f"{world}, {world.device.type}", rows)
     return [*lines, *(f"  sends per step: {line}" for line in _communication_lines(engine, mesh, train, adapter))]
