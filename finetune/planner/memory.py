@@ -58,8 +58,8 @@ class MemoryPlan:
 
     Args:
         backbone: frozen parameters and buffers, and scales of quantised weights.
-        adapter: trained parameters, float32.
-        optimizer: two moments of the adapter, stored as `optimizer.kind` does.
+        adapter: trained parameters.
+        optimizer: two moments of the adapter, stored as `optimizer.kind` does, and float32 masters of a bf16 adapter.
         activations: kept between forward and backward by one micro-batch of maximum length.
         work: temporaries of the loss, or of a block's backward pass, on top of the activations.
         regularizer: noise, momentum, a second adapter or dense gradients.
@@ -123,7 +123,9 @@ def memory_plan(
         backbone=sum(frozen.values()),
         adapter=adapter,
         gradients=adapter,
-        optimizer=optimizer_bytes({name: p.numel() for name, p in trainable(model).items()}, kind),
+        optimizer=optimizer_bytes(
+            {name: p.numel() for name, p in trainable(model).items()}, kind, masters=train.adapter_precision == "bf16"
+        ),
         activations=round(max(0, per_row - casts) * train.batch_size) + casts + masks,
         work=_temporary_bytes(model, train, task, adapter, device),
         regularizer=_regularizer_bytes(model, train, regularizer),
@@ -247,13 +249,13 @@ class _SavedTensor:
 def plan_lines(model: nn.Module, *, train: Train, optimizer: Optimizer, plan: MemoryPlan | None = None) -> list[str]:
     """Format the plan as lines, one per cause, for printing before step 1; computed here if `plan` is None."""
     plan = plan or memory_plan(model, train=train, kind=optimizer.kind)
-    frozen = [p for p in model.parameters() if not p.requires_grad]
-    dtypes = "/".join(sorted({str(p.dtype).removeprefix("torch.") for p in frozen}))
+    frozen, trained = ([p for p in model.parameters() if p.requires_grad == on] for on in (False, True))
+    dtypes, own = ("/".join(sorted({str(p.dtype).removeprefix("torch.") for p in each})) for each in (frozen, trained))
     kind = "AdamW" if optimizer.kind == "adamw" else optimizer.kind
     moments = "one moment of factors" if optimizer.kind == "lora-muon" else "two moments"
     rows = [
         ("backbone, frozen", plan.backbone, f"{sum(p.numel() for p in frozen):,} parameters, {dtypes}"),
-        ("adapter", plan.adapter, f"{sum(p.numel() for p in trainable(model).values()):,} parameters, float32"),
+        ("adapter", plan.adapter, f"{sum(p.numel() for p in trained):,} parameters, {own}"),
         ("gradients", plan.gradients, "of the adapter only"),
         ("optimizer state", plan.optimizer, f"{kind}, {moments}, lr {optimizer.lr:g}, {optimizer.schedule}"),
         ("activations", plan.activations, f"estimate, {train.batch_size} rows × {train.max_length} tokens"),
@@ -285,9 +287,7 @@ def mesh_plan_lines(engine: Engine, *, mesh: Mesh, train: Train, optimizer: Opti
     adapter = sum(local_part(p).nbytes for p in engine.parameters.values())
     kind = "AdamW" if optimizer.kind == "adamw" else optimizer.kind
     sizes = {name: local_part(p).numel() for name, p in engine.parameters.items()}
-    state = optimizer_bytes(sizes, optimizer.kind)
-    if train.adapter_precision == "bf16":
-        state += 4 * sum(sizes.values())  # masters
+    state = optimizer_bytes(sizes, optimizer.kind, masters=train.adapter_precision == "bf16")
     rows = [
         ("backbone, frozen", frozen, "on this rank"),
         ("adapter", adapter, "on this rank"),
@@ -374,9 +374,11 @@ def _count_pieces(engine: Engine, mesh: Mesh, train: Train) -> int:
     return round_up_pieces(pieces * train.accumulate, pp=mesh.pp, schedule=mesh.schedule)
 
 
-def optimizer_bytes(sizes: Mapping[str, int], kind: OptimizerKind) -> int:
-    """Return the bytes of the moments of trained tensors, `sizes` values each by name; paged ones include host
-    memory."""
+def optimizer_bytes(sizes: Mapping[str, int], kind: OptimizerKind, *, masters: bool = False) -> int:
+    """Return the bytes of the moments of trained tensors, `sizes` values each by name, and of their float32 `masters`;
+    paged ones include host memory."""
+    if masters:
+        return 4 * sum(sizes.values()) + optimizer_bytes(sizes, kind)
     if kind == "gauss-newton":
         return 0
     if kind == "lora-muon":  # one moment of the factors of linear layers

@@ -110,7 +110,8 @@ def plan_memory(engine: Engine, *, train: Train, optimizer: Optimizer, measured:
     adapter = sum(local_part(p).nbytes for p in engine.parameters.values())
     frozen = sum(local_part(p).nbytes for p in engine.model.parameters() if not p.requires_grad)
     frozen += sum(scale.nbytes for scale in quantization_scales(engine.model).values())
-    moments = optimizer_bytes({n: local_part(p).numel() for n, p in engine.parameters.items()}, optimizer.kind)
+    sizes = {name: local_part(p).numel() for name, p in engine.parameters.items()}
+    moments = optimizer_bytes(sizes, optimizer.kind, masters=train.adapter_precision == "bf16")
     activations = max(0, measured.used - (frozen + 2 * adapter + moments))
     return MemoryPlan(frozen, adapter, adapter, moments, activations)
 
@@ -141,7 +142,8 @@ def propose_changes(
         saves = _four_bit_savings(engine.model)
         changes.append(SettingChange("train.quantization: nf4", "another backbone, to rounding; extra `quant`", saves))
     if optimizer.kind == "adamw" and world.size == 1:
-        saves = plan.optimizer - optimizer_bytes({n: p.numel() for n, p in engine.parameters.items()}, "adamw-8bit")
+        sizes, masters = {n: p.numel() for n, p in engine.parameters.items()}, train.adapter_precision == "bf16"
+        saves = plan.optimizer - optimizer_bytes(sizes, "adamw-8bit", masters=masters)
         changes.append(SettingChange("optimizer.kind: adamw-8bit", "moments in 8 bits; extra `quant`", saves))
     if (shorter := train.max_length // 2) >= 2:
         cost = "longer samples are cut"

@@ -103,7 +103,7 @@ def planned_gathers(backbone: str) -> dict[str, Any]:
         updates = Updates(backbone, {"dp": 2, **mesh}, vocabulary=TINY.vocabulary, rows=1, tokens=TINY.tokens)
         engine, counted = updates.engine, []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(memory, "_format_plan", lambda train, device, rows: counted.extend(rows) or [])
+            patch.setattr(memory, "_format_plan", lambda *args, to=counted: to.extend(args[2]) or [])
             memory.mesh_plan_lines(engine, mesh=Mesh(dp=2, **mesh), train=updates.train, optimizer=Optimizer())
         planned[name] = next(count for cause, count, _ in counted if cause == "gathered")
         parts = [{n: p.numel() * p.itemsize for n, p in b.named_parameters()} for b in transformer_blocks(engine.model)]

@@ -22,7 +22,7 @@ from flatshift.finetune.config import Adapter, Mesh, Optimizer, Train
 from flatshift.finetune.parallel.build import build_engine
 from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.planner.footprint import predict_footprint
-from flatshift.finetune.planner.memory import count_saved_bytes, memory_plan
+from flatshift.finetune.planner.memory import count_saved_bytes, memory_plan, plan_lines
 from flatshift.finetune.planner.sizes import read_sizes
 from flatshift.finetune.tasks import Classify, LanguageModel, MaskedLM, Preference, Task
 from flatshift.finetune.train.optimizer import AdapterOptimizer
@@ -150,6 +150,18 @@ def test_what_the_loss_reads_is_planned(name: str, backbones: dict[str, Path]) -
     planned = _planned(backbones[kind], task, train)
     assert planned == pytest.approx(measured, rel=0.05)
     assert sum(said.values()) == pytest.approx(measured, rel=0.05)
+
+
+def test_masters_of_a_narrow_adapter_are_planned(backbones: dict[str, Path]) -> None:
+    task, train = LanguageModel(pack=False), dataclasses.replace(TRAIN, precision="bf16", adapter_precision="bf16")
+    folder, alone = backbones["llama"], ProcessMesh.alone(CPU)
+    engine = build_engine(str(folder), task=task, adapter=ADAPTER, train=train, mesh=Mesh(), world=alone)
+    said, optimizer = memory_plan(engine.model, train=train), AdapterOptimizer(engine.parameters, Optimizer())
+    assert said.optimizer == 8 * said.adapter // 2 + sum(master.nbytes for master in optimizer.masters.values())
+    planned = predict_footprint(read_sizes(folder, ADAPTER), mesh=Mesh(), adapter=ADAPTER, train=train).adapter
+    assert planned == said.adapter + said.gradients + said.optimizer
+    lines = plan_lines(engine.model, train=train, optimizer=Optimizer(), plan=said)
+    assert next(line for line in lines if line.startswith("  adapter ")).endswith(" parameters, bfloat16")
 
 
 @pytest.mark.parametrize("rate", [None, 0.0])
