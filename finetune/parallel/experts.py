@@ -26,8 +26,7 @@ from .mesh import TOKENS, ProcessMesh
 from .tensor.apply import ParameterSlicer
 
 if TYPE_CHECKING:
-    from .context import ContextParallel
-    from .pipeline.runner import PipelineRunner
+    from .engine import Engine
 
 METRIC = "expert_max_violation"
 """Tokens of the fullest expert ÷ mean tokens of an expert − 1 (MaxVio, Wang et al. 2408.15664), mean over the blocks: 0
@@ -127,16 +126,10 @@ class ExpertLoadMeter:
     """Counts the tokens of each expert in training passes, over the whole mesh; padding, rows that fill up a piece of a
     pipeline, and what backward recomputes are not counted."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        world: ProcessMesh,
-        *,
-        tokens: ContextParallel | None = None,
-        runner: PipelineRunner | None = None,
-    ) -> None:
+    def __init__(self, engine: Engine) -> None:
         """Hook the experts of this rank's blocks; collective. Without any on a rank there is no metric."""
-        self._world, self._tokens, self._runner = world, tokens, runner
+        model, world = engine.model, engine.world
+        self._world, self._tokens, self._runner = world, engine.tokens, engine.runner
         self._counts: list[Tensor] = []
         self._hooks: list[Any] = []
         self._mask: Tensor | None = None

@@ -34,14 +34,7 @@ from ..compute.memory import slice_columns, slice_rows
 from ..config import WIDTHS, Adapter, Mesh, OptimizerKind, Train
 from ..figures import format_bytes
 from ..models.families import find_family
-from ..parallel.pipeline_plan import (
-    BlockCosts,
-    pieces_per_micro,
-    round_up_pieces,
-    split_blocks,
-    stages_of,
-    virtual_stages,
-)
+from ..parallel.pipeline_plan import BlockCosts, split_blocks, split_step, stages_of, virtual_stages
 from .sizes import BackboneSizes
 
 if TYPE_CHECKING:
@@ -266,7 +259,7 @@ def work_bytes(backbone: BackboneSizes, mesh: Mesh, adapter: Adapter, train: Tra
     moments.
     """
     width = WIDTHS[train.precision]
-    piece, _ = split_step(mesh, train, rows)
+    piece, _ = split_step(mesh, rows, train.accumulate)
     tokens = piece * train.max_length // mesh.cp
     states = tokens * backbone.hidden
     cut = -(-backbone.outputs // mesh.tp)
@@ -313,18 +306,6 @@ def _cast_bytes(backbone: BackboneSizes, mesh: Mesh, train: Train) -> int:
     return 2 * layers * (other + (attention if train.checkpointing != "selective" else 0))
 
 
-def split_step(mesh: Mesh, train: Train, rows: int) -> tuple[int, int]:
-    """Return the rows of a piece into which a pipeline splits `rows` rows of a rank, and the pieces of a step; whole
-    micro-batches without a pipeline."""
-    if mesh.pp == 1:
-        return rows, train.accumulate
-    virtual, schedule = virtual_stages(mesh.schedule, mesh.virtual), mesh.schedule
-    count = pieces_per_micro(
-        rows, train.accumulate, pp=mesh.pp, virtual=virtual, schedule=schedule, requested=mesh.microbatches
-    )
-    return math.ceil(rows / count), round_up_pieces(count * train.accumulate, pp=mesh.pp, schedule=schedule)
-
-
 def _sequences_in_flight(mesh: Mesh, train: Train, rows: int) -> float:
     """Return the number of sequences whose activations a rank keeps at once."""
     if mesh.pp == 1:
@@ -332,7 +313,7 @@ def _sequences_in_flight(mesh: Mesh, train: Train, rows: int) -> float:
     if mesh.schedule == "gpipe":
         return rows * train.accumulate
     loops = 1 if mesh.schedule == "1f1b" else 1 + (mesh.pp - 1) / (mesh.pp * (mesh.virtual or 2))
-    return min(rows * train.accumulate, loops * split_step(mesh, train, rows)[0] * mesh.pp)
+    return min(rows * train.accumulate, loops * split_step(mesh, rows, train.accumulate)[0] * mesh.pp)
 
 
 def perturbation_bytes(

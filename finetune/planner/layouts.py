@@ -24,9 +24,9 @@ from ..errors import UserError
 from ..figures import format_bytes, format_duration
 from ..models.families import block_stacks, find_family, has_expert_plan, is_tried, tensor_plan
 from ..models.quantize import BLOCK
-from ..parallel.pipeline_plan import virtual_stages
+from ..parallel.pipeline_plan import split_step, virtual_stages
 from .devices import Cluster, Devices, detect_devices
-from .footprint import Footprint, predict_footprint, split_step, step_passes
+from .footprint import Footprint, predict_footprint, step_passes
 from .rules import RuleSettings, broken_rule, check_settings
 from .sizes import BackboneSizes
 from .throughput import FORWARD_KERNELS, StepLayout, StepSeconds, kernels_per_block, predict_seconds
@@ -274,7 +274,7 @@ def price_layout(settings: RuleSettings, sizes: BackboneSizes, cluster: Cluster)
     mesh, train, adapter = settings.mesh, settings.train, settings.adapter
     width = WIDTHS[train.precision]
     rows = train.batch_size // (mesh.replicate * mesh.dp)
-    piece, pieces = split_step(mesh, train, rows)
+    piece, pieces = split_step(mesh, rows, train.accumulate)
     blocks, shards = len(sizes.blocks), mesh.dp * mesh.cp
     repeats, references = step_passes(settings.task, settings.regularizer)
     gathered = 0.0

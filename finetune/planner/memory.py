@@ -39,7 +39,7 @@ from ..models.quantize import quantization_scales
 from ..parallel.engine import Engine
 from ..parallel.layout import local_part
 from ..parallel.mesh import SHARDS
-from ..parallel.pipeline_plan import bubble_fraction, pieces_per_micro, round_up_pieces, virtual_stages
+from ..parallel.pipeline_plan import bubble_fraction, split_step, virtual_stages
 from .footprint import mask_bytes, perturbation_bytes, recomputed_bytes, work_bytes
 from .sizes import ROUTED, BackboneSizes, attention_dropout
 
@@ -310,11 +310,11 @@ def mesh_plan_lines(engine: Engine, *, mesh: Mesh, train: Train, optimizer: Opti
 
 def _communication_lines(engine: Engine, mesh: Mesh, train: Train, adapter: int) -> list[str]:
     world, sharding = engine.world, engine.sharding
-    lines = []
+    rows, lines = train.batch_size // engine.share[1], []
     if sharding is not None and sharding.units:
         ranks = world.width(*SHARDS)
         axes = " × ".join(axis for axis in SHARDS if world.width(axis) > 1)
-        passes = train.accumulate if mesh.pp == 1 else _count_pieces(engine, mesh, train) if mesh.reshards else 1
+        passes = split_step(mesh, rows, train.accumulate)[1] if mesh.pp == 1 or mesh.reshards else 1
         gathers = (2 if mesh.reshards else 1) * passes
         gathered = gathers * sharding.sharded_bytes * (ranks - 1) // ranks
         # in a ring each rank passes on all shards but its own: once for a reduce-scatter, twice for an all-reduce
@@ -331,7 +331,6 @@ def _communication_lines(engine: Engine, mesh: Mesh, train: Train, adapter: int)
         return lines
     config: Any = engine.peft.config
     blocks = len(transformer_blocks(engine.model))
-    rows = train.batch_size // engine.share[1]
     width = WIDTHS[train.precision]
     hidden = getattr(config, "hidden_size", None) or config.get_text_config().hidden_size
     # hidden states of this rank's share of all micro-batches: B·T/cp·D
@@ -356,22 +355,13 @@ def _communication_lines(engine: Engine, mesh: Mesh, train: Train, adapter: int)
             "all-gather and one reduce-scatter a block)"
         )
     if mesh.pp > 1:
-        stages, pieces = virtual_stages(mesh.schedule, mesh.virtual), _count_pieces(engine, mesh, train)
+        stages, pieces = virtual_stages(mesh.schedule, mesh.virtual), split_step(mesh, rows, train.accumulate)[1]
         idle = bubble_fraction(mesh.pp, stages, pieces, mesh.schedule)
         lines.append(
             f"{format_bytes(2 * stages * states)} of activations along pp; {pieces} pieces through {mesh.pp} × "
             f"{stages} stages leave a bubble of {idle:.1%}"
         )
     return lines
-
-
-def _count_pieces(engine: Engine, mesh: Mesh, train: Train) -> int:
-    """Return the number of pieces of a step that go through a pipeline."""
-    rows, stages = train.batch_size // engine.share[1], virtual_stages(mesh.schedule, mesh.virtual)
-    pieces = pieces_per_micro(
-        rows, train.accumulate, pp=mesh.pp, virtual=stages, schedule=mesh.schedule, requested=mesh.microbatches
-    )
-    return round_up_pieces(pieces * train.accumulate, pp=mesh.pp, schedule=mesh.schedule)
 
 
 def optimizer_bytes(sizes: Mapping[str, int], kind: OptimizerKind, *, masters: bool = False) -> int:

@@ -21,8 +21,8 @@ from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.models.meta import build_skeleton
 from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
+from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.parallel.experts import ExpertLoadMeter, check_expert_parallel
-from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.tasks import LanguageModel
 from tests.support import warm_commands
 from tests.support.data_models import byte_tokenizer, write_jsonl
@@ -139,8 +139,9 @@ def test_tokens_are_counted_once_and_rows_that_fill_up_never(tmp_path: Path) -> 
     """In the first pass, not where backward recomputes a block between two passes of a pipeline."""
     model = load_backbone(save_mixture("mixtral", tmp_path / "mixtral"), task=LanguageModel())
     model = attach_adapter(model, Adapter(rank=2), task=LanguageModel(), seed=0).train()
-    runner: Any = SimpleNamespace(real_rows=(2, 3))
-    meter = ExpertLoadMeter(model, ProcessMesh.alone(torch.device("cpu")), runner=runner)
+    engine: Any = Engine.alone(model)
+    engine.runner = SimpleNamespace(real_rows=(2, 3))
+    meter = ExpertLoadMeter(engine)
     ids = torch.arange(3, 27).view(3, 8)
     mask = torch.ones_like(ids)
     mask[0, 5:] = 0

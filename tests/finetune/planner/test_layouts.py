@@ -12,9 +12,10 @@ import pytest
 from flatshift.finetune import assets
 from flatshift.finetune.config import MESH_AXES, Adapter, Mesh, Optimizer, Train
 from flatshift.finetune.errors import UserError
+from flatshift.finetune.parallel.pipeline_plan import split_step
 from flatshift.finetune.planner import devices as planner_devices
 from flatshift.finetune.planner.devices import Devices, visible_memory
-from flatshift.finetune.planner.footprint import predict_footprint, split_step
+from flatshift.finetune.planner.footprint import predict_footprint
 from flatshift.finetune.planner.layouts import is_allowed, resolve_mesh
 from flatshift.finetune.planner.rules import RuleSettings, check_settings
 from flatshift.finetune.planner.sizes import BackboneSizes, read_sizes
@@ -155,10 +156,10 @@ def test_a_pipeline_is_planned_by_the_cut_that_it_gets(tmp_path: Path) -> None:
 
 def test_a_pipeline_is_planned_by_the_pieces_that_it_gets() -> None:
     """1f1b on two ranks: nine rows are three pieces of three; eight pieces of two would hold seven rows of nothing."""
-    assert split_step(Mesh(pp=2), Train(accumulate=2), 9) == (3, 6)
-    assert split_step(Mesh(pp=2, microbatches=3), Train(accumulate=1), 9) == (3, 3)
-    assert split_step(Mesh(pp=4, schedule="interleaved"), Train(accumulate=1), 5) == (1, 5)
-    assert split_step(Mesh(), Train(accumulate=2), 9) == (9, 2)
+    assert split_step(Mesh(pp=2), 9, 2) == (3, 6)
+    assert split_step(Mesh(pp=2, microbatches=3), 9, 1) == (3, 3)
+    assert split_step(Mesh(pp=4, schedule="interleaved"), 5, 1) == (1, 5)
+    assert split_step(Mesh(), 9, 2) == (9, 2)
 
 
 @pytest.mark.parametrize(("cp", "groups", "attended"), [(2, 4, 262144), (4, 4, 262144), (2, 2, 327680)])
