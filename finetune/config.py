@@ -417,8 +417,8 @@ class Mesh:
     virtual: int | None = None
     """Stages per pipeline rank; null: 1 for gpipe and 1f1b, 2 for the others."""
     microbatches: int | None = None
-    """Pieces into which the pipeline splits each micro-batch; null: as many as the examples of a rank allow, up to four
-    per stage. The bubble is (pp - 1) / (virtual * pieces * accumulate)."""
+    """Pieces into which the pipeline splits each micro-batch; null: as many as make a step shortest, up to four per
+    rank. The bubble is (pp - 1) / (virtual * pieces * accumulate)."""
     stall: float = 45.0
     """Seconds without progress on any rank after which the job ends and names the rank that hangs (at least ten times
     the longest step so far)."""

@@ -76,14 +76,16 @@ def _check_local_output(argv: Sequence[str]) -> None:
 
 
 def _report_os_error(error: Exception, argv: Sequence[str]) -> int:
-    """Report trouble with the disk or with a path the user named; anything else as our bug."""
-    from flatshift.finetune.errors import describe_disk_error, format_error_message, is_disk_full
+    """Report trouble with the disk, memory, or a path the user named; anything else as our bug."""
+    from flatshift.finetune import errors
     from flatshift.finetune.launch import job, watchdog
 
     path = (error.filename2 or error.filename) if isinstance(error, OSError) else None  # for a copy, its target
-    if (trouble := describe_disk_error(error)) is not None:
+    no_memory = errors.is_out_of_memory(error) and argv[0] != "train"  # of which `report_error` knows more
+    trouble = f"out of memory ({errors.first_error_line(error)})" if no_memory else errors.describe_disk_error(error)
+    if trouble is not None:
         trouble += f" at {path}" if path else ""
-        fix = "free some space" if is_disk_full(error) else "see to it"
+        fix = "free some memory" if no_memory else "free some space" if errors.is_disk_full(error) else "see to it"
         message, code = f"error: {trouble}; {fix} and run the same command again", 2
         if argv[0] in _RESUMABLE:
             message, code = f"interrupted: {trouble}; {fix} and resume, finished parts are kept", _INTERRUPTED
@@ -91,7 +93,7 @@ def _report_os_error(error: Exception, argv: Sequence[str]) -> int:
         message, code = f"error: {path}: {error.strerror}", 2
     else:
         return job.report_error(error, watchdog.missing_ranks)
-    return _report_exit(format_error_message(message), code)
+    return _report_exit(errors.format_error_message(message), code)
 
 
 def _report_exit(message: str, code: int, *, patient: bool = False) -> int:

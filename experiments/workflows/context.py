@@ -292,6 +292,7 @@ def _build_training_stage(context: RunContext, plan: StagePlan, engine: Engine, 
         train=train, evaluate=recipe.eval, label_names=names, regularizer=build_regularizer(recipe.regularizer),
         run=context.run, seed=seed, recording=choose_recording(recipe, prepared) if is_last else None,
         stop=context.stop, track=context.trackers.log, peak_tflops=context.peak_tflops, plan=planned, log=log,
+        rules=dataclasses.replace(RuleSettings.of(recipe), task=task, train=train, optimizer=plan.optimizer),
     )  # fmt: skip
 
 

@@ -20,12 +20,12 @@ from flatshift.finetune.config import Train
 from flatshift.finetune.data.columns import ColumnarExamples
 from flatshift.finetune.data.formats import SAMPLE
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.figures import format_duration
+from flatshift.finetune.figures import format_bytes, format_duration
 from flatshift.finetune.planner.calibration import cached_overhead, calibrate
 from flatshift.finetune.planner.devices import Cluster, detect_devices
 from flatshift.finetune.planner.footprint import plan_evaluation
-from flatshift.finetune.planner.layouts import Layout, best_layout, enumerate_layouts, format_table
-from flatshift.finetune.planner.rules import RuleSettings
+from flatshift.finetune.planner.layouts import Layout, best_layout, enumerate_layouts, format_table, price_layout
+from flatshift.finetune.planner.rules import RuleSettings, broken_rule
 from flatshift.finetune.planner.sizes import BackboneSizes, known_shape, read_sizes
 from flatshift.finetune.planner.throughput import DEVICES, PUBLISHED
 from flatshift.finetune.seeds import derive_seed
@@ -120,7 +120,8 @@ def plan_mesh(
         "process_gib": None
         if overhead is None
         else [round(end / 2**30, 2) for end in overhead.interval(best.needs.total)],
-        "notes": _plan_notes(cluster, sizes, best),
+        "notes": _plan_notes(cluster, sizes, best, rules),
+        "advice": None if best.fits else _advice(best, rules),
         "table": format_table(layouts, cluster, sizes),
     }
 
@@ -144,7 +145,14 @@ def _evaluation_cost(sizes: BackboneSizes, recipe: Recipe, train: Train, best: L
     }
 
 
-def _plan_notes(cluster: Cluster, sizes: BackboneSizes, best: Layout) -> list[str]:
+def _advice(best: Layout, rules: RuleSettings) -> str:
+    packed = dataclasses.replace(rules, mesh=best.mesh, train=dataclasses.replace(best.train, quantization="nf4"))
+    helps = rules.train.quantization is None and broken_rule(packed) is None
+    nf4 = "--train.quantization nf4, " if helps else ""
+    return f"it does not fit: take more or larger devices, {nf4}or fewer rows per step"
+
+
+def _plan_notes(cluster: Cluster, sizes: BackboneSizes, best: Layout, rules: RuleSettings) -> list[str]:
     notes = [
         "Seconds are a model's, fitted on A100s under full training: see docs/does-it-fit.md for its errors."
         if cluster.constants == PUBLISHED
@@ -159,6 +167,13 @@ def _plan_notes(cluster: Cluster, sizes: BackboneSizes, best: Layout) -> list[st
         )
     if cluster.kind == "cuda" and cluster.name not in DEVICES:
         notes.append("This device is not in the table: its meshes are ranked by rates of an A100.")
+    if best.mesh.offload:
+        held = dataclasses.replace(rules, mesh=dataclasses.replace(best.mesh, offload=False), train=best.train)
+        needs = price_layout(held, sizes, cluster).needs
+        notes.append(
+            f"mesh.offload: each rank has {format_bytes(needs.weights + needs.adapter)} of weights and adapter in host "
+            "memory; the time of their copies is not counted."
+        )
     if sizes.experts > 1:
         notes.append(
             f"{sizes.experts} experts a block, {sizes.routed} for a token: their activations are a formula that no "
@@ -201,5 +216,5 @@ def format_plan(document: dict[str, Any]) -> str:
             *document["notes"][2:],
         ]
     else:
-        lines.append("it does not fit: take more or larger devices, --train.quantization nf4, or fewer rows per step")
+        lines.append(document["advice"])
     return "\n".join(lines)

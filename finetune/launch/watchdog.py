@@ -54,7 +54,7 @@ class Heartbeat:
     step: int
     phase: str
     idle: float  # seconds since the last of those calls
-    longest: float  # seconds of the longest wait between two calls so far
+    longest: float  # seconds of the longest wait between two calls in a phase with a timeout so far
     has_timeout: bool  # True in a phase with a progress timeout (steps), False in one that may take any time
     line: str = ""  # innermost Python line of the main thread
     is_in_torch: bool = False  # True if that line is in torch, as in a collective or a backward pass
@@ -100,7 +100,7 @@ class Watchdog:
     def progress(self, step: int, phase: str) -> None:
         """Record progress of the main thread. Costs a few assignments."""
         now = time.monotonic()
-        if self.count >= _FIRST_UPDATES:
+        if self.has_timeout and self.count >= _FIRST_UPDATES:
             self.longest = max(self.longest, now - self.moved)
         self.count, self.step, self.phase, self.moved = self.count + 1, step, phase, now
 

@@ -6,8 +6,9 @@ values of all tokens are gathered in each attention layer, and their gradients a
 balance the work of the ranks: (2·cp + 1)/(4·cp²) of T². Unlike a ring of partial softmaxes, masks stay exact and are
 transformers' own: padding, packed samples and sliding windows.
 
-Memory on a rank that still grows with T: gathered keys and values, of one layer with `train.checkpointing`, of all
-layers without it; and one (B, 1, T/cp, T) boolean mask for each kind of layer.
+Memory on a rank that still grows with T: gathered keys and values, and the masks of both runs as numbers that are added
+to scores, of one layer with `train.checkpointing`, of all layers without it; and one (B, 1, T/cp, T) boolean mask for
+each kind of layer.
 
 The two functions of a `ContextParallel` are registered with transformers as an attention implementation. Outside of
 `forward_pass`, as in evaluation and generation, they are its `sdpa` on whole rows.

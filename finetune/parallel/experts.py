@@ -26,7 +26,7 @@ from .mesh import TOKENS, ProcessMesh
 from .tensor.apply import ParameterSlicer
 
 if TYPE_CHECKING:
-    from .context import ContextParallel
+    from .engine import Engine
 
 METRIC = "expert_max_violation"
 """Tokens of the fullest expert ÷ mean tokens of an expert − 1 (MaxVio, Wang et al. 2408.15664), mean over the blocks: 0
@@ -123,11 +123,13 @@ class _Exchange(torch.autograd.Function):
 
 
 class ExpertLoadMeter:
-    """Counts the tokens of each expert in training passes, over the whole mesh; padding is not counted."""
+    """Counts the tokens of each expert in training passes, over the whole mesh; padding, rows that fill up a piece of a
+    pipeline, and what backward recomputes are not counted."""
 
-    def __init__(self, model: nn.Module, world: ProcessMesh, *, tokens: ContextParallel | None = None) -> None:
+    def __init__(self, engine: Engine) -> None:
         """Hook the experts of this rank's blocks; collective. Without any on a rank there is no metric."""
-        self._world, self._tokens = world, tokens
+        model, world = engine.model, engine.world
+        self._world, self._tokens, self._runner = world, engine.tokens, engine.runner
         self._counts: list[Tensor] = []
         self._hooks: list[Any] = []
         self._mask: Tensor | None = None
@@ -173,7 +175,7 @@ class ExpertLoadMeter:
             self._mask = self._mask[:, self._tokens.indices(self._mask.shape[1], self._mask.device)]
 
     def _count(self, counts: Tensor, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not (module.training and torch.is_grad_enabled()):
+        if not (module.training and torch.is_grad_enabled()) or torch._C._current_graph_task_id() != -1:
             return
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         chosen = next((x for x in tensors if not x.is_floating_point()), None)  # experts of each token (N, k)
@@ -185,7 +187,9 @@ class ExpertLoadMeter:
             counts.scatter_add_(0, chosen.flatten(), real)
 
     def _real_tokens(self, count: int, like: Tensor) -> Tensor:
-        """Return 1 for each of `count` tokens that is not padding, int64."""
+        """Return 1 for each of `count` tokens that is neither padding nor of a row that fills up, int64."""
+        rows, size = (1, 1) if self._runner is None else self._runner.real_rows
+        real = (torch.arange(count, device=like.device) < count * rows // size).long()
         if self._mask is None or self._mask.numel() != count:
-            return torch.ones(count, dtype=torch.int64, device=like.device)
-        return self._mask.reshape(-1).to(like.device, torch.int64)
+            return real
+        return self._mask.reshape(-1).to(like.device, torch.int64) * real

@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 from itertools import pairwise
 
+from ..config import Mesh
 from ..errors import UserError
 
 _TWO_A_RANK = ("interleaved", "zero-bubble", "zbv")
@@ -106,6 +107,7 @@ def round_up_pieces(pieces: int, *, pp: int, schedule: str) -> int:
     return pieces
 
 
+@functools.lru_cache(maxsize=1024)
 def pieces_per_micro(
     rows: int, micros: int, *, pp: int, virtual: int, schedule: str, requested: int | None = None
 ) -> int:
@@ -125,3 +127,13 @@ def pieces_per_micro(
         return -(-rows // n) * (round_up_pieces(micros * n, pp=pp, schedule=schedule) + (pp - 1) / virtual)
 
     return min(range(1, min(rows, 4 * pp) + 1), key=lambda n: (time(n), n))
+
+
+def split_step(mesh: Mesh, rows: int, micros: int) -> tuple[int, int]:
+    """Return the rows of a piece into which a pipeline splits micro-batches of `rows` rows, and the pieces of a step of
+    `micros`; without a pipeline these themselves."""
+    if mesh.pp == 1:
+        return rows, micros
+    pp, schedule, virtual = mesh.pp, mesh.schedule, virtual_stages(mesh.schedule, mesh.virtual)
+    count = pieces_per_micro(rows, micros, pp=pp, virtual=virtual, schedule=schedule, requested=mesh.microbatches)
+    return -(-rows // count), round_up_pieces(count * micros, pp=pp, schedule=schedule)

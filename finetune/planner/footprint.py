@@ -34,7 +34,7 @@ from ..compute.memory import slice_columns, slice_rows
 from ..config import WIDTHS, Adapter, Mesh, OptimizerKind, Train
 from ..figures import format_bytes
 from ..models.families import find_family
-from ..parallel.pipeline_plan import BlockCosts, split_blocks, stages_of, virtual_stages
+from ..parallel.pipeline_plan import BlockCosts, split_blocks, split_step, stages_of, virtual_stages
 from .sizes import BackboneSizes
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def predict_footprint(
     if shards > 1 and mesh.zero == 3:
         stage_share = stage - int(layers * absent_experts) // mesh.tp
         gathered = 2 * unit if mesh.reshards else stage_share + unit
-    adapter_shards = shards if mesh.zero == 3 and mesh.adapters == "shard" else 1
+    adapter_shards = shards if mesh.adapters == "shard" else 1
     rows = rows or math.ceil(train.batch_size / (mesh.replicate * mesh.dp))
     tokens = rows * train.max_length
     sequences = _sequences_in_flight(mesh, train, rows)
@@ -131,6 +131,9 @@ def predict_footprint(
     if packed and device == "cpu":
         activations += int(mask_bytes(layers, train) * sequences)
     state = int((_STATE_BYTES + _MOMENT_BYTES.get(optimizer, 8)) * backbone.adapter) // (mesh.pp * adapter_shards)
+    weights = stage // (shards if mesh.zero == 3 else 1)
+    if mesh.offload:  # shards are in host memory, but for those of the blocks that are gathered
+        weights, state = 2 * unit // shards, state if mesh.adapters == "replicate" else 0
     # the gradient of the largest of their two maps, from which those of A and B are computed
     work = max(work_bytes(backbone, mesh, adapter, train, rows, device), block_experts * 2 // 3)
     if mesh.pp == 1 and train.accumulate == 1:  # gradients grow while activations are freed
@@ -153,7 +156,7 @@ def predict_footprint(
     if isinstance(regularizer, BiLora) and train.precision != "fp32":
         casts += 2 * regularizer.rank * sum(map(sum, backbone.layers)) // (mesh.tp * mesh.pp)
     return Footprint(
-        weights=stage // (shards if mesh.zero == 3 else 1),
+        weights=weights,
         gathered=gathered,
         adapter=state,
         activations=activations + casts,
@@ -201,17 +204,22 @@ def _activation_bytes(backbone: BackboneSizes, mesh: Mesh, adapter: Adapter, tra
     layers, _ = _fullest_rank(backbone, mesh, train)
     block_input = WIDTHS[train.precision] / (mesh.tp if mesh.sequence_parallel else 1)
     stored = block_input * layers + block if train.checkpointing == "full" else block * layers
-    return stored * train.max_length * backbone.hidden / mesh.cp
+    # blocks that are computed again need the mask that all layers share, a byte for a token and each of the others
+    mask = train.max_length**2 / mesh.cp if mesh.cp > 1 and train.checkpointing != "none" else 0
+    return stored * train.max_length * backbone.hidden / mesh.cp + mask
 
 
 def _block_bytes(backbone: BackboneSizes, mesh: Mesh, adapter: Adapter, train: Train) -> float:
-    """Return the bytes that a block keeps for backward, in units of T·D.
+    """Return the bytes that a block keeps for backward, in units of T/cp·D.
 
     Inputs of two norms in float32; query, key, value (per group, which a kernel without a mask does not repeat) and the
     attention's output, and inputs of their norms in float32; the tensors that the feed-forward's activation needs and
     its output; the inputs of the adapters and the outputs of their A; the sums of softmax and norms. Within 0.5 % of
     what autograd keeps for Llama, Qwen2 and Qwen3 blocks with all linear layers adapted
-    (tests/finetune/planner/test_footprint_trace.py); with fewer adapted layers an overestimate.
+    (tests/finetune/planner/test_footprint_trace.py); with fewer adapted layers an overestimate. Along cp attention
+    is two products, each with its outputs, mask and keys and values up to the last that a query meets: (2·cp + 1)/2·cp
+    of T, or T at once if no head is repeated for its group. With dropout, attention keeps its weights for each pair of
+    tokens, in float32 and dropped, and which were kept.
     """
     hidden, heads, attends = backbone.hidden, backbone.heads, train.checkpointing != "selective"
     width = WIDTHS[train.precision]
@@ -220,7 +228,14 @@ def _block_bytes(backbone: BackboneSizes, mesh: Mesh, adapter: Adapter, train: T
     feed_forward = backbone.wide * backbone.feed_forward / hidden * width
     attention = 0.0
     if attends:
-        attention = (2 * width * (heads + groups) * backbone.head + 4 * heads) / hidden
+        own, shared = (2 * heads, groups) if mesh.cp == 1 else (3 * heads, heads * (mesh.cp + (groups < heads) / 2))
+        attention = (width * (own + 2 * shared) * backbone.head + 4 * heads) / hidden
+        keys = train.max_length * (1 if mesh.cp == 1 else (2 * mesh.cp + 1) / (4 * mesh.cp))  # that a query meets
+        if mesh.cp > 1:
+            unsplit += width * keys / hidden
+        rate = backbone.dropout if train.backbone_dropout is None else train.backbone_dropout
+        if backbone.dropout is not None and rate:
+            attention += heads * keys * (4 + width + 1) / hidden
         attention += 4 * (heads + groups) * (backbone.head + 1) / hidden if backbone.normed else 0
     split = feed_forward + attention
     if mesh.tp > 1 and (plan := find_family(backbone.kind).tensor) is not None:
@@ -244,7 +259,7 @@ def work_bytes(backbone: BackboneSizes, mesh: Mesh, adapter: Adapter, train: Tra
     moments.
     """
     width = WIDTHS[train.precision]
-    piece = rows_per_piece(mesh, rows)
+    piece, _ = split_step(mesh, rows, train.accumulate)
     tokens = piece * train.max_length // mesh.cp
     states = tokens * backbone.hidden
     cut = -(-backbone.outputs // mesh.tp)
@@ -291,11 +306,6 @@ def _cast_bytes(backbone: BackboneSizes, mesh: Mesh, train: Train) -> int:
     return 2 * layers * (other + (attention if train.checkpointing != "selective" else 0))
 
 
-def rows_per_piece(mesh: Mesh, rows: int) -> int:
-    """Return the rows of a piece into which a pipeline splits `rows` rows of a rank; all of them without a pipeline."""
-    return rows if mesh.pp == 1 else math.ceil(rows / (mesh.microbatches or min(rows, 4 * mesh.pp)))
-
-
 def _sequences_in_flight(mesh: Mesh, train: Train, rows: int) -> float:
     """Return the number of sequences whose activations a rank keeps at once."""
     if mesh.pp == 1:
@@ -303,7 +313,7 @@ def _sequences_in_flight(mesh: Mesh, train: Train, rows: int) -> float:
     if mesh.schedule == "gpipe":
         return rows * train.accumulate
     loops = 1 if mesh.schedule == "1f1b" else 1 + (mesh.pp - 1) / (mesh.pp * (mesh.virtual or 2))
-    return min(rows * train.accumulate, loops * rows_per_piece(mesh, rows) * mesh.pp)
+    return min(rows * train.accumulate, loops * split_step(mesh, rows, train.accumulate)[0] * mesh.pp)
 
 
 def perturbation_bytes(

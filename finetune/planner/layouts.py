@@ -24,8 +24,9 @@ from ..errors import UserError
 from ..figures import format_bytes, format_duration
 from ..models.families import block_stacks, find_family, has_expert_plan, is_tried, tensor_plan
 from ..models.quantize import BLOCK
+from ..parallel.pipeline_plan import split_step, virtual_stages
 from .devices import Cluster, Devices, detect_devices
-from .footprint import Footprint, predict_footprint, rows_per_piece, step_passes
+from .footprint import Footprint, predict_footprint, step_passes
 from .rules import RuleSettings, broken_rule, check_settings
 from .sizes import BackboneSizes
 from .throughput import FORWARD_KERNELS, StepLayout, StepSeconds, kernels_per_block, predict_seconds
@@ -134,10 +135,9 @@ class Layout:
     @property
     def recipe(self) -> str:
         """Recipe lines to paste."""
-        axes = ", ".join(f"{axis}: {width}" for axis, width in wide_axes(self.mesh).items())
-        sequence = ", sequence_parallel: true" if self.mesh.sequence_parallel and axes else ""
-        reshard = ", reshard: true" if self.mesh.reshard and self.mesh.pp > 1 else ""
-        lines = [f"mesh: {{{axes}{sequence}{reshard}}}"] if axes else []
+        values = [(each.name, getattr(self.mesh, each.name), each.default) for each in dataclasses.fields(self.mesh)]
+        given = ", ".join(f"{name}: {str(value).lower()}" for name, value, default in values if value != default)
+        lines = [f"mesh: {{{given}}}"] if given else []
         rows = f"batch_size: {self.train.batch_size}, accumulate: {self.train.accumulate}"
         return "\n".join([*lines, f"train: {{{rows}, checkpointing: {self.train.checkpointing}}}"])
 
@@ -182,7 +182,7 @@ def enumerate_layouts(
     best: dict[tuple[int, ...], Layout] = {}
     for mesh in enumerate_meshes(requested, cluster.count, free):
         variants = expert_variants(mesh, settings, sizes)
-        if mesh.tp > 1 and not mesh.sequence_parallel:
+        if mesh.tp > 1 and not mesh.sequence_parallel and tensor_plan(sizes.kind).sequence_parallel:
             variants.append(dataclasses.replace(mesh, sequence_parallel=True))
         for accumulate in _divisors(rows):
             if (rows // accumulate) % (mesh.replicate * mesh.dp):
@@ -217,6 +217,11 @@ def enumerate_layouts(
 
 
 def _check_axes_divide(sizes: BackboneSizes, requested: Mesh) -> None:
+    if requested.sequence_parallel and not (plan := tensor_plan(sizes.kind)).sequence_parallel:
+        raise UserError(
+            f"mesh.sequence_parallel: the tokens of model type {sizes.kind!r} cannot be split: {plan.whole}; leave it "
+            "off"
+        )
     if requested.tp > 1:
         tensor_plan(sizes.kind)
     if requested.pp > 1:
@@ -227,10 +232,11 @@ def _check_axes_divide(sizes: BackboneSizes, requested: Mesh) -> None:
             f"mesh.tp: {requested.tp} does not divide the {sizes.heads} attention heads of this backbone; nearest that "
             f"does: {nearest}"
         )
-    if requested.pp > 1 and requested.pp * (requested.virtual or 1) > len(sizes.blocks):
+    virtual = virtual_stages(requested.schedule, requested.virtual)
+    if requested.pp > 1 and requested.pp * virtual > len(sizes.blocks):
         raise UserError(
-            f"mesh.pp: {requested.pp} × {requested.virtual or 1} stages are more than the {len(sizes.blocks)} blocks "
-            f"of this backbone; take at most {len(sizes.blocks) // (requested.virtual or 1)}"
+            f"mesh.pp: {requested.pp} × {virtual} stages are more than the {len(sizes.blocks)} blocks of this "
+            f"backbone; take at most {len(sizes.blocks) // virtual}"
         )
 
 
@@ -268,8 +274,7 @@ def price_layout(settings: RuleSettings, sizes: BackboneSizes, cluster: Cluster)
     mesh, train, adapter = settings.mesh, settings.train, settings.adapter
     width = WIDTHS[train.precision]
     rows = train.batch_size // (mesh.replicate * mesh.dp)
-    piece = rows_per_piece(mesh, rows)
-    pieces = train.accumulate * math.ceil(rows / piece)
+    piece, pieces = split_step(mesh, rows, train.accumulate)
     blocks, shards = len(sizes.blocks), mesh.dp * mesh.cp
     repeats, references = step_passes(settings.task, settings.regularizer)
     gathered = 0.0
@@ -280,7 +285,7 @@ def price_layout(settings: RuleSettings, sizes: BackboneSizes, cluster: Cluster)
         gathered = times * width * sum(part * (n - 1) / n for part, n in groups) / (mesh.tp * mesh.pp)
     if mesh.pp > 1 and not mesh.reshards:
         gathered /= max(pieces, 1)
-    adapter_shards = shards if mesh.zero == 3 and mesh.adapters == "shard" else 1
+    adapter_shards = shards if mesh.adapters == "shard" else 1
     copies = mesh.replicate * shards // adapter_shards
     # reduce-scatter to the shards, then all-reduce among their copies
     reduced = (adapter_shards - 1) / adapter_shards + 2 * (copies - 1) / copies / adapter_shards
@@ -298,7 +303,7 @@ def price_layout(settings: RuleSettings, sizes: BackboneSizes, cluster: Cluster)
     work = StepLayout(
         layers=blocks, hidden=sizes.hidden, heads=sizes.heads, products=products, head=sizes.outputs * sizes.hidden,
         sequence=sequence, rows=piece, micro=pieces, tp=mesh.tp, pp=mesh.pp,
-        virtual=1 if mesh.schedule in ("1f1b", "gpipe") else mesh.virtual or 2, recompute=train.checkpointing,
+        virtual=virtual_stages(mesh.schedule, mesh.virtual), recompute=train.checkpointing,
         sequence_parallel=mesh.sequence_parallel, gathered=gathered, gathered_inside=shards * mesh.tp <= cluster.node,
         reduced=4 * sizes.adapter / (mesh.tp * mesh.pp) * reduced, reduced_inside=cluster.count <= cluster.node,
         tp_inside=mesh.tp <= cluster.node, exchanged=dispatched * (mesh.ep - 1) / mesh.ep,
@@ -345,7 +350,8 @@ def is_allowed(option: Mesh, requested: Mesh, settings: RuleSettings, sizes: Bac
     if settings.train.quantization in ("nf4", "nf4-double"):  # a layer's inputs are split between blocks of scales
         widths = (sizes.heads * sizes.head, sizes.feed_forward)
         splits_widths &= not any(-(-width // option.tp) % BLOCK for width in widths if width % BLOCK == 0)
-    splits_blocks = bool(family.stacks) and option.pp * (option.virtual or 1) <= len(sizes.blocks)
+    stages = option.pp * virtual_stages(option.schedule, option.virtual)
+    splits_blocks = bool(family.stacks) and stages <= len(sizes.blocks)
     if (option.tp > requested.tp and not splits_widths) or (option.pp > requested.pp and not splits_blocks):
         return False
     # A is (rank × inputs): if the shards divide neither dimension, every adapter is padded to a multiple of their

@@ -2,10 +2,10 @@
 
 Weights, gradients and optimizer state are counted; activations are measured: autograd's saved tensors are summed in a
 forward pass over a sequence of the run's own length if that is short, else of two short lengths, and extended along the
-line through them. Temporaries, dense masks of packed rows and a regularizer's state come from the closed forms of
-`flatshift.finetune.planner.footprint`. Not included: the allocator's overhead and the libraries. On a mesh everything
-is counted on the split model, without activations; in a ring collective a rank sends (n − 1)/n of the data gathered or
-reduced.
+line through them, or with dropout in attention the parabola through three. Temporaries, dense masks of packed rows and
+a regularizer's state come from the closed forms of `flatshift.finetune.planner.footprint`. Not included: the
+allocator's overhead and the libraries. On a mesh everything is counted on the split model, without activations; in a
+ring collective a rank sends (n − 1)/n of the data gathered or reduced.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from flatshift.regularizers.config import RegularizerConfig
 
 from ..adapters.adapter import trainable
 from ..adapters.soft_tokens import blank_features
 from ..compute.capabilities import preserve_rng_state
+from ..compute.dropout import KeyedDropout
 from ..compute.numerics import SHORT, attention_kernel, without_input_casts
 from ..compute.precision import autocast, infer_precision
 from ..config import WIDTHS, Adapter, Mesh, Optimizer, OptimizerKind, Train
@@ -36,14 +39,14 @@ from ..models.quantize import quantization_scales
 from ..parallel.engine import Engine
 from ..parallel.layout import local_part
 from ..parallel.mesh import SHARDS
-from ..parallel.pipeline_plan import bubble_fraction, pieces_per_micro, round_up_pieces, virtual_stages
+from ..parallel.pipeline_plan import bubble_fraction, split_step, virtual_stages
 from .footprint import mask_bytes, perturbation_bytes, recomputed_bytes, work_bytes
-from .sizes import ROUTED, BackboneSizes
+from .sizes import ROUTED, BackboneSizes, attention_dropout
 
 if TYPE_CHECKING:
     from ..tasks import Task
 
-_PROBE = (SHORT + 8, SHORT + 24)
+_PROBE = (SHORT + 8, SHORT + 24, SHORT + 40)
 """Probe lengths in tokens: on a CPU, attention takes another path for shorter sequences."""
 QUANTISED_BLOCK, QUANTISED_FROM = 256, 4096
 """Values of 8-bit moments that share a scale (bitsandbytes), and of the smallest tensor with such moments."""
@@ -55,8 +58,8 @@ class MemoryPlan:
 
     Args:
         backbone: frozen parameters and buffers, and scales of quantised weights.
-        adapter: trained parameters, float32.
-        optimizer: two moments of the adapter, stored as `optimizer.kind` does.
+        adapter: trained parameters.
+        optimizer: two moments of the adapter, stored as `optimizer.kind` does, and float32 masters of a bf16 adapter.
         activations: kept between forward and backward by one micro-batch of maximum length.
         work: temporaries of the loss, or of a block's backward pass, on top of the activations.
         regularizer: noise, momentum, a second adapter or dense gradients.
@@ -101,15 +104,18 @@ def memory_plan(
     frozen = {p.data_ptr(): p.nbytes for p in model.parameters() if not p.requires_grad}
     frozen |= {b.data_ptr(): b.nbytes for b in (*model.buffers(), *quantization_scales(model).values())}
 
+    config: Any = model.config
+    drops = bool(attention_dropout(config.get_text_config().to_dict()))
+    keyed = KeyedDropout({module: name for name, module in model.named_modules()}, seed=0)
+    lengths = (train.max_length,) if train.max_length <= _PROBE[1 + drops] else _PROBE[: 2 + drops]
+
     def saved_bytes(tokens: int) -> int:
-        with _one_row(model, tokens, train) as forward:
+        drawn = keyed.forward_pass(0, first_row=0, rows=1, tokens=tokens) if drops else contextlib.nullcontext()
+        with _one_row(model, tokens, train) as forward, drawn:
             return count_saved_bytes(model, forward)
 
-    if train.max_length <= _PROBE[1]:
-        per_row: float = saved_bytes(train.max_length)
-    else:  # bytes grow linearly
-        short, long = map(saved_bytes, _PROBE)
-        per_row = short + max(long - short, 0) / (_PROBE[1] - _PROBE[0]) * (train.max_length - _PROBE[0])
+    through = np.polyfit(lengths, [saved_bytes(tokens) for tokens in lengths], len(lengths) - 1)
+    per_row = float(np.polyval(through, train.max_length))
     masks = 0
     if task is not None and task.pack and device.type == "cpu":
         masks = mask_bytes(len(transformer_blocks(model)), train) * train.batch_size
@@ -117,7 +123,9 @@ def memory_plan(
         backbone=sum(frozen.values()),
         adapter=adapter,
         gradients=adapter,
-        optimizer=optimizer_bytes({name: p.numel() for name, p in trainable(model).items()}, kind),
+        optimizer=optimizer_bytes(
+            {name: p.numel() for name, p in trainable(model).items()}, kind, masters=train.adapter_precision == "bf16"
+        ),
         activations=round(max(0, per_row - casts) * train.batch_size) + casts + masks,
         work=_temporary_bytes(model, train, task, adapter, device),
         regularizer=_regularizer_bytes(model, train, regularizer),
@@ -241,13 +249,13 @@ class _SavedTensor:
 def plan_lines(model: nn.Module, *, train: Train, optimizer: Optimizer, plan: MemoryPlan | None = None) -> list[str]:
     """Format the plan as lines, one per cause, for printing before step 1; computed here if `plan` is None."""
     plan = plan or memory_plan(model, train=train, kind=optimizer.kind)
-    frozen = [p for p in model.parameters() if not p.requires_grad]
-    dtypes = "/".join(sorted({str(p.dtype).removeprefix("torch.") for p in frozen}))
+    frozen, trained = ([p for p in model.parameters() if p.requires_grad == on] for on in (False, True))
+    dtypes, own = ("/".join(sorted({str(p.dtype).removeprefix("torch.") for p in each})) for each in (frozen, trained))
     kind = "AdamW" if optimizer.kind == "adamw" else optimizer.kind
     moments = "one moment of factors" if optimizer.kind == "lora-muon" else "two moments"
     rows = [
         ("backbone, frozen", plan.backbone, f"{sum(p.numel() for p in frozen):,} parameters, {dtypes}"),
-        ("adapter", plan.adapter, f"{sum(p.numel() for p in trainable(model).values()):,} parameters, float32"),
+        ("adapter", plan.adapter, f"{sum(p.numel() for p in trained):,} parameters, {own}"),
         ("gradients", plan.gradients, "of the adapter only"),
         ("optimizer state", plan.optimizer, f"{kind}, {moments}, lr {optimizer.lr:g}, {optimizer.schedule}"),
         ("activations", plan.activations, f"estimate, {train.batch_size} rows × {train.max_length} tokens"),
@@ -279,9 +287,7 @@ def mesh_plan_lines(engine: Engine, *, mesh: Mesh, train: Train, optimizer: Opti
     adapter = sum(local_part(p).nbytes for p in engine.parameters.values())
     kind = "AdamW" if optimizer.kind == "adamw" else optimizer.kind
     sizes = {name: local_part(p).numel() for name, p in engine.parameters.items()}
-    state = optimizer_bytes(sizes, optimizer.kind)
-    if train.adapter_precision == "bf16":
-        state += 4 * sum(sizes.values())  # masters
+    state = optimizer_bytes(sizes, optimizer.kind, masters=train.adapter_precision == "bf16")
     rows = [
         ("backbone, frozen", frozen, "on this rank"),
         ("adapter", adapter, "on this rank"),
@@ -289,8 +295,14 @@ def mesh_plan_lines(engine: Engine, *, mesh: Mesh, train: Train, optimizer: Opti
         ("optimizer state", state, f"{kind}, lr {optimizer.lr:g}, {optimizer.schedule}"),
     ]
     if sharding is not None and sharding.units:
-        units = [sum(p.numel() * p.itemsize for p in unit.parameters()) for unit in transformer_blocks(engine.model)]
-        rows.append(("gathered", 2 * max(units, default=0), "the largest block and its gather buffer"))
+        units = (
+            sum(p.numel() * p.itemsize for p in unit.parameters() if isinstance(p, DTensor))
+            for unit in transformer_blocks(engine.model)
+        )
+        largest, note = max(units, default=0), "the largest block and its gather buffer"
+        if not mesh.reshards:
+            note = "all that is sharded, and a block's gather buffer"
+        rows.append(("gathered", largest + (largest if mesh.reshards else sharding.sharded_bytes), note))
     rows.append(("together", sum(count for _, count, _ in rows), "without activations, temporaries and libraries"))
     lines = _format_plan(train, f"{world}, {world.device.type}", rows)
     return [*lines, *(f"  sends per step: {line}" for line in _communication_lines(engine, mesh, train, adapter))]
@@ -298,11 +310,11 @@ def mesh_plan_lines(engine: Engine, *, mesh: Mesh, train: Train, optimizer: Opti
 
 def _communication_lines(engine: Engine, mesh: Mesh, train: Train, adapter: int) -> list[str]:
     world, sharding = engine.world, engine.sharding
-    lines = []
+    rows, lines = train.batch_size // engine.share[1], []
     if sharding is not None and sharding.units:
         ranks = world.width(*SHARDS)
         axes = " × ".join(axis for axis in SHARDS if world.width(axis) > 1)
-        passes = train.accumulate if mesh.pp == 1 else _count_pieces(engine, mesh, train) if mesh.reshards else 1
+        passes = split_step(mesh, rows, train.accumulate)[1] if mesh.pp == 1 or mesh.reshards else 1
         gathers = (2 if mesh.reshards else 1) * passes
         gathered = gathers * sharding.sharded_bytes * (ranks - 1) // ranks
         # in a ring each rank passes on all shards but its own: once for a reduce-scatter, twice for an all-reduce
@@ -319,7 +331,6 @@ def _communication_lines(engine: Engine, mesh: Mesh, train: Train, adapter: int)
         return lines
     config: Any = engine.peft.config
     blocks = len(transformer_blocks(engine.model))
-    rows = train.batch_size // engine.share[1]
     width = WIDTHS[train.precision]
     hidden = getattr(config, "hidden_size", None) or config.get_text_config().hidden_size
     # hidden states of this rank's share of all micro-batches: B·T/cp·D
@@ -344,7 +355,7 @@ def _communication_lines(engine: Engine, mesh: Mesh, train: Train, adapter: int)
             "all-gather and one reduce-scatter a block)"
         )
     if mesh.pp > 1:
-        stages, pieces = virtual_stages(mesh.schedule, mesh.virtual), _count_pieces(engine, mesh, train)
+        stages, pieces = virtual_stages(mesh.schedule, mesh.virtual), split_step(mesh, rows, train.accumulate)[1]
         idle = bubble_fraction(mesh.pp, stages, pieces, mesh.schedule)
         lines.append(
             f"{format_bytes(2 * stages * states)} of activations along pp; {pieces} pieces through {mesh.pp} × "
@@ -353,18 +364,11 @@ def _communication_lines(engine: Engine, mesh: Mesh, train: Train, adapter: int)
     return lines
 
 
-def _count_pieces(engine: Engine, mesh: Mesh, train: Train) -> int:
-    """Return the number of pieces of a step that go through a pipeline."""
-    rows, stages = train.batch_size // engine.share[1], virtual_stages(mesh.schedule, mesh.virtual)
-    pieces = pieces_per_micro(
-        rows, train.accumulate, pp=mesh.pp, virtual=stages, schedule=mesh.schedule, requested=mesh.microbatches
-    )
-    return round_up_pieces(pieces * train.accumulate, pp=mesh.pp, schedule=mesh.schedule)
-
-
-def optimizer_bytes(sizes: Mapping[str, int], kind: OptimizerKind) -> int:
-    """Return the bytes of the moments of trained tensors, `sizes` values each by name; paged ones include host
-    memory."""
+def optimizer_bytes(sizes: Mapping[str, int], kind: OptimizerKind, *, masters: bool = False) -> int:
+    """Return the bytes of the moments of trained tensors, `sizes` values each by name, and of their float32 `masters`;
+    paged ones include host memory."""
+    if masters:
+        return 4 * sum(sizes.values()) + optimizer_bytes(sizes, kind)
     if kind == "gauss-newton":
         return 0
     if kind == "lora-muon":  # one moment of the factors of linear layers

@@ -87,6 +87,7 @@ class BackboneSizes:
     outputs: int = 0  # output width of the last layer: words, or classes of a head
     output: tuple[int, ...] = ()
     """Elements of each tensor of `ends` that computes logits of words and is not the embedding itself."""
+    dropout: float | None = None  # rate in attention; None: the configuration names none
     supervised: float = 1.0  # fraction of the tokens that contribute to the loss
     whole_rows: bool = False
     """True if a head scores whole sequences: the loss reads one state of each, and no logits of words are computed."""
@@ -172,7 +173,7 @@ class BackboneSizes:
             experts=experts if routed else 0, routed=chosen, expert_elements=routed // len(blocks),
             expert_adapter=on_experts, positions=usable_positions(config),
             bounded=str(config.get("model_type")) in BOUNDED or any(map(_LEARNED.search, shapes)), layers=tuple(layers),
-            outputs=words, output=tuple(output),
+            outputs=words, output=tuple(output), dropout=attention_dropout(config),
         )  # fmt: skip
 
     def under(self, task: Task, *, classes: int | None = None) -> BackboneSizes:
@@ -288,6 +289,12 @@ def _sizes_from_config(config: dict[str, Any], adapter: Adapter, context: str) -
     if is_tied and config.get("tie_word_embeddings") is False:  # T5's configuration ties them whatever the file says
         shapes["lm_head.weight"] = tuple(head.weight.shape)
     return BackboneSizes.of(config_object.to_dict() | config, shapes, adapter)
+
+
+def attention_dropout(config: Mapping[str, Any]) -> float | None:
+    """Return the rate of dropout in attention that a configuration names (T5 has one for all places); None without."""
+    rates = [rate for name, rate in config.items() if re.search("att.*drop|dropout_rate$", name)]
+    return max((float(rate) for rate in rates if isinstance(rate, int | float)), default=None)
 
 
 def _feed_forward_width(config: Mapping[str, Any], hidden: int, routed: int) -> int:

@@ -12,6 +12,7 @@ No pickle: tensors are safetensors, the rest is JSON.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -88,12 +89,16 @@ class Checkpointer:
         self._apply(checkpoint)
         self.run.log(f"{self.stage}: attempt {self.attempt} continues after step {checkpoint.step}")
 
-    def _latest_on_all_ranks(self) -> Checkpoint | None:
-        """Return the newest valid checkpoint, once the main rank has removed damaged ones."""
-        if self.engine.is_main:
-            latest_checkpoint(self.run.state, stage=self.stage, warn=self.run.log)
+    def _latest_on_all_ranks(self, last: float = math.inf) -> Checkpoint | None:
+        """Return the newest valid checkpoint up to step `last`, once the main rank has removed damaged ones, and those
+        after `last` if there is one before."""
+        latest = partial(latest_checkpoint, self.run.state, stage=self.stage, warn=self.run.log, last=last)
+        if self.engine.is_main and latest() is not None:
+            for step in checkpoint_steps(self.run.state):
+                if step > last:
+                    _remove_directory(self.run.state / f"step-{step}")
         self.engine.world.wait()
-        return latest_checkpoint(self.run.state, stage=self.stage, warn=self.run.log)
+        return latest()
 
     def _apply(self, checkpoint: Checkpoint) -> None:
         context, parameters = f"checkpoint {checkpoint.path}", self.engine.parameters
@@ -127,15 +132,7 @@ class Checkpointer:
         """
         spikes, now, attempt = self.train.spikes, self.progress, self.attempt
         assert spikes is not None
-        target = rollback_step(now.step, spikes, self.train.save_every)
-        steps = checkpoint_steps(self.run.state)
-        if not any(step <= target for step in steps):
-            return False
-        if self.engine.is_main:
-            for step in steps:
-                if step > target:
-                    _remove_directory(self.run.state / f"step-{step}")
-        checkpoint = self._latest_on_all_ranks()
+        checkpoint = self._latest_on_all_ranks(rollback_step(now.step, spikes, self.train.save_every))
         if checkpoint is None:
             return False
         reattach()
@@ -257,14 +254,16 @@ def save_checkpoint(
     return target
 
 
-def latest_checkpoint(directory: Path, *, stage: str, warn: Callable[[str], None]) -> Checkpoint | None:
-    """Return the newest valid checkpoint of `stage` in `directory`; None if there is none. Removes leftovers of killed
-    saves.
+def latest_checkpoint(
+    directory: Path, *, stage: str, warn: Callable[[str], None], last: float = math.inf
+) -> Checkpoint | None:
+    """Return the newest valid checkpoint of `stage` in `directory`, up to step `last`; None if there is none. Removes
+    leftovers of killed saves.
 
     Each damaged one on the way is reported through `warn` and removed, so that it does not count among those to keep.
     """
     remove_leftovers(directory)
-    for step in checkpoint_steps(directory):
+    for step in (step for step in checkpoint_steps(directory) if step <= last):
         checkpoint = read_checkpoint(directory / f"step-{step}")
         if checkpoint is None:
             warn(f"warning: checkpoint {directory.name}/step-{step} is damaged or incomplete; taking the one before")

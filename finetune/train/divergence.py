@@ -25,7 +25,7 @@ from ..errors import UserError
 from ..launch import watchdog
 from ..parallel.engine import Engine
 from ..parallel.layout import local_part
-from .checkpointer import Checkpointer
+from .checkpointer import Checkpointer, batch_index
 from .deferred_metrics import read_numbers
 from .stage import TrainingStage
 
@@ -114,12 +114,14 @@ class DivergenceGuard:
         reattach: resets the regularizer to its state before the first step.
         """
         step, attempt = self._checkpointer.progress.step + 1, self._checkpointer.attempt
+        before = self._checkpointer.progress.skipped_ranges
         spike = {"loss": _finite_or_none(rejected.loss), "limit": _finite_or_none(rejected.limit)}
         with watchdog.no_progress_timeout("going back"):
             if not self._checkpointer.rewind({"step": step, **spike}, reattach=reattach):
                 self.refuse(step, rejected)
         state = self._checkpointer.progress
-        first, stop = next(skipped for skipped in state.skipped_ranges if skipped[1] > state.step)
+        first = batch_index(state.step, before)
+        stop = next(stop for _, stop in state.skipped_ranges if stop > first)
         above = f" is above {rejected.limit:.4g}" if rejected.limit is not None else ""
         self._run.log(
             f"warning: {self._stage}: spike in step {step}, its loss {rejected.loss:.4g}{above}; back to step "

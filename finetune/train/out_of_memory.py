@@ -12,7 +12,7 @@ import gc
 import re
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -28,6 +28,7 @@ from ..models.quantize import quantization_scales
 from ..parallel.engine import Engine
 from ..parallel.layout import local_part
 from ..planner.memory import MemoryPlan, memory_plan, optimizer_bytes
+from ..planner.rules import RuleSettings, broken_rule
 from ..run_directory import resume_command
 from .checkpointer import Checkpointer, checkpoint_steps
 from .stage import TrainingStage
@@ -109,19 +110,24 @@ def plan_memory(engine: Engine, *, train: Train, optimizer: Optimizer, measured:
     adapter = sum(local_part(p).nbytes for p in engine.parameters.values())
     frozen = sum(local_part(p).nbytes for p in engine.model.parameters() if not p.requires_grad)
     frozen += sum(scale.nbytes for scale in quantization_scales(engine.model).values())
-    moments = optimizer_bytes({n: local_part(p).numel() for n, p in engine.parameters.items()}, optimizer.kind)
+    sizes = {name: local_part(p).numel() for name, p in engine.parameters.items()}
+    moments = optimizer_bytes(sizes, optimizer.kind, masters=train.adapter_precision == "bf16")
     activations = max(0, measured.used - (frozen + 2 * adapter + moments))
     return MemoryPlan(frozen, adapter, adapter, moments, activations)
 
 
-def propose_changes(engine: Engine, plan: MemoryPlan, *, train: Train, optimizer: Optimizer) -> list[SettingChange]:
-    """Return the changes that this run allows and that save something, the cheapest first."""
+def propose_changes(
+    engine: Engine, plan: MemoryPlan, *, train: Train, optimizer: Optimizer, rules: RuleSettings | None = None
+) -> list[SettingChange]:
+    """Return the changes that this run and the rules about its settings allow and that save something, the cheapest
+    first."""
     world, changes = engine.world, []
     rows = train.batch_size // engine.share[1]
     divisor = next((n for n in range(2, rows + 1) if rows % n == 0), None)
     if divisor is not None and world.width("pp") == 1:
         setting = f"train.batch_size {train.batch_size // divisor} with train.accumulate {train.accumulate * divisor}"
-        changes.append(SettingChange(setting, "the same steps", plan.activations - plan.activations // divisor))
+        cost = "other samples in a step" if train.group == "length" else "the same steps"
+        changes.append(SettingChange(setting, cost, plan.activations - plan.activations // divisor))
     checkpointed = _full_checkpointing_bytes(engine.model, plan, rows=rows, train=train)
     if train.checkpointing != "full" and not train.compile and checkpointed is not None:
         saves = max(0, plan.activations - checkpointed)
@@ -131,16 +137,22 @@ def propose_changes(engine: Engine, plan: MemoryPlan, *, train: Train, optimizer
         getattr(config, "init_lora_weights", None) in (True, False)
         for config in getattr(engine.peft, "peft_config", {}).values()
     )
+    plain = plain and _is_allowed(rules, train=replace(train, quantization="nf4"))
     if train.quantization is None and not train.compile and world.width("tp", "pp") == 1 and plain:
         saves = _four_bit_savings(engine.model)
         changes.append(SettingChange("train.quantization: nf4", "another backbone, to rounding; extra `quant`", saves))
     if optimizer.kind == "adamw" and world.size == 1:
-        saves = plan.optimizer - optimizer_bytes({n: p.numel() for n, p in engine.parameters.items()}, "adamw-8bit")
+        sizes, masters = {n: p.numel() for n, p in engine.parameters.items()}, train.adapter_precision == "bf16"
+        saves = plan.optimizer - optimizer_bytes(sizes, "adamw-8bit", masters=masters)
         changes.append(SettingChange("optimizer.kind: adamw-8bit", "moments in 8 bits; extra `quant`", saves))
     if (shorter := train.max_length // 2) >= 2:
         cost = "longer samples are cut"
         changes.append(SettingChange(f"train.max_length {shorter}", cost, plan.activations // 2))
     return [change for change in changes if change.saves > _WORTH * plan.total]
+
+
+def _is_allowed(rules: RuleSettings | None, **changed: Any) -> bool:
+    return rules is None or broken_rule(replace(rules, **changed)) is None
 
 
 def _full_checkpointing_bytes(model: nn.Module, plan: MemoryPlan, *, rows: int, train: Train) -> int | None:
@@ -201,7 +213,8 @@ class OutOfMemoryHandler(contextlib.AbstractContextManager["OutOfMemoryHandler"]
         _free_failed_pass(error, engine)
         train = stage.task.traits.count_token_rows(stage.train)
         plan = plan_memory(engine, train=train, optimizer=stage.optimizer, measured=measured)
-        changes = propose_changes(engine, plan, train=stage.train, optimizer=stage.optimizer)
+        rules = stage.rules
+        changes = propose_changes(engine, plan, train=stage.train, optimizer=stage.optimizer, rules=rules)
         rank = f"rank {engine.world.rank} " if engine.world.size > 1 else ""
         requested = failed_allocation_bytes(error)
         more = f" and {format_bytes(requested)} more asked for" if requested else ""
@@ -226,6 +239,8 @@ class OutOfMemoryHandler(contextlib.AbstractContextManager["OutOfMemoryHandler"]
         state = f"The checkpoint of step {step} is" if step is not None else "What was finished before it is"
         mesh = " --mesh.dp 2" if engine.world.size == 1 else " on a mesh of more ranks"
         resume = f"on a device with more memory, or by `{resume_command(run.path)}{mesh}`"
+        if engine.world.size == 1 and rules is not None and not _is_allowed(rules, mesh=replace(rules.mesh, dp=2)):
+            resume = f"on a device with more memory by `{resume_command(run.path)}`"
         return OutOfMemory(f"{message}. {state} kept: the run continues {resume}", resumable=True)
 
 

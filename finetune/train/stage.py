@@ -18,6 +18,7 @@ from ..errors import UserError
 from ..evaluate.metrics import find_metric
 from ..models.anatomy import describe_prefix
 from ..parallel.engine import Engine
+from ..planner.rules import RuleSettings
 from ..run_directory import RunDirectory
 from ..tasks import Task
 from .peak_memory import PlannedStep
@@ -84,6 +85,8 @@ class TrainingStage:
     """Peak of one device, for the MFU; default: `train.peak_tflops`."""
     plan: PlannedStep | None = None
     """Plan printed before step 1, to be compared with the measured steps; None: not measured."""
+    rules: RuleSettings | None = None
+    """Settings that advice about memory must go with."""
     log: Callable[[str], None] | None = None
     """Receives lines on decisions for a CUDA device; default: the run's log."""
 

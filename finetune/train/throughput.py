@@ -48,7 +48,8 @@ class ThroughputMeter:
         """Create a meter. peak_tflops: of one device, TFLOP/s; None: no MFU."""
         self._engine, self._peak = engine, peak_tflops
         self._cost: StepCost | None = None
-        self._first = True
+        self._first, self._passes = True, 0
+        """The first step; passes of this one."""
         self._recent, self._total = defaultdict[str, float](float), defaultdict[str, float](float)
 
     @contextmanager
@@ -89,10 +90,10 @@ class ThroughputMeter:
 
     def _add_work(self, micros: Sequence[MicroBatch]) -> None:
         work, cost = self._recent, self._cost
-        work["passes"] += 1
+        self._passes += 1
         for micro in micros:
             tokens, pairs = _count_real_tokens(micro)
-            work["tokens"] += tokens
+            work["tokens"] += tokens if self._passes == 1 else 0  # of an update, however often it reads them
             if cost is not None:
                 rows, width = micro.inputs["input_ids"].shape
                 by_answer = getattr(micro, "preference", None) is not None  # answers are counted, not their tokens
@@ -107,8 +108,8 @@ class ThroughputMeter:
 
         Collective when it returns metrics: all ranks of a mesh get the same. Does not wait for the device.
         """
-        first, self._first = self._first, False
-        if not first and self._recent["passes"]:  # none: a solver makes the update without them
+        (first, passes), (self._first, self._passes) = (self._first, self._passes), (False, 0)
+        if not first and passes:  # none: a solver makes the update without them
             self._recent["updates"] += 1
             self._recent["seconds"] += seconds
             if self._recent["updates"] == EVERY:

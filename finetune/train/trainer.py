@@ -272,7 +272,7 @@ class Trainer:
             engine, head, batches, task=stage.task, train=train, folder=stage.folder, log=self.log_line
         )
         self.throughput = ThroughputMeter(engine, peak_tflops=stage.peak_tflops or train.peak_tflops)
-        self.expert_load = ExpertLoadMeter(engine.model, engine.world, tokens=engine.tokens)
+        self.expert_load = ExpertLoadMeter(engine)
         self.peak_memory = StepMemoryMeter(engine.device) if stage.plan is not None else None
         if train.compile:
             with self.precision():

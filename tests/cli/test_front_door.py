@@ -214,6 +214,21 @@ def test_a_disk_that_fails_is_said_in_one_sentence(monkeypatch, capsys, code: in
     assert ("resume" in said) == (ends == 3)
 
 
+@pytest.mark.parametrize(("command", "ends"), [("train", 3), ("sweep", 3), ("eval", 2), ("merge", 2)])
+def test_only_train_gives_the_advice_of_train_on_memory(monkeypatch, capsys, command: str, ends: int) -> None:
+    from flatshift import cli
+
+    def fail(_argv: list[str]) -> int:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(f"flatshift.commands.{command}.run", fail)
+    assert cli.run([command]) == ends
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "can't allocate memory" in said
+    assert ("--mesh.dp" in said) == (command == "train") != ("free some memory and " in said)
+    assert ("run the same command again" in said) == (ends == 2)
+
+
 def test_the_words_of_safetensors_are_those_of_the_system() -> None:
     from safetensors import SafetensorError
 

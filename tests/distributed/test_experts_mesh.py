@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +14,15 @@ import transformers as tf
 from safetensors.torch import load_file
 
 from flatshift.cli import run
+from flatshift.finetune.adapters.adapter import attach_adapter
 from flatshift.finetune.assets import backbone_directory, list_backbones
+from flatshift.finetune.config import Adapter
 from flatshift.finetune.errors import UserError
+from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.models.meta import build_skeleton
-from flatshift.finetune.parallel.experts import check_expert_parallel
+from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
+from flatshift.finetune.parallel.engine import Engine
+from flatshift.finetune.parallel.experts import ExpertLoadMeter, check_expert_parallel
 from flatshift.finetune.tasks import LanguageModel
 from tests.support import warm_commands
 from tests.support.data_models import byte_tokenizer, write_jsonl
@@ -127,6 +133,23 @@ def test_dense_blocks_and_experts_on_shards_columns_and_shared_experts(tmp_path:
         "0.mlp.down_proj.lora_B",
     )
     assert all(any(part in name for name in names) for part in parts), sorted(names)[:40]
+
+
+def test_tokens_are_counted_once_and_rows_that_fill_up_never(tmp_path: Path) -> None:
+    """In the first pass, not where backward recomputes a block between two passes of a pipeline."""
+    model = load_backbone(save_mixture("mixtral", tmp_path / "mixtral"), task=LanguageModel())
+    model = attach_adapter(model, Adapter(rank=2), task=LanguageModel(), seed=0).train()
+    engine: Any = Engine.alone(model)
+    engine.runner = SimpleNamespace(real_rows=(2, 3))
+    meter = ExpertLoadMeter(engine)
+    ids = torch.arange(3, 27).view(3, 8)
+    mask = torch.ones_like(ids)
+    mask[0, 5:] = 0
+    for mode in ("none", "full"):
+        checkpoint_activations(model, mode)  # type: ignore[arg-type]
+        meter.reset()
+        model(input_ids=ids, attention_mask=mask).logits.sum().backward()
+        assert [int(counts.sum()) for counts in meter._counts] == [2 * (5 + 8)] * 4, "two experts for each real token"
 
 
 @pytest.mark.slow

@@ -413,6 +413,16 @@ def test_an_unhurried_rank_is_waited_for(tmp_path: Path) -> None:
     assert board.get("cause") is None
 
 
+def test_a_wait_without_a_limit_sets_none(tmp_path: Path) -> None:
+    eye = watch(DirectoryKeyValueStore(tmp_path), [])
+    for phase, seconds, has_timeout in (("update", 0.5, True), ("dev evaluation", 120, False), ("update", 0.7, True)):
+        with eye.pace(phase, has_timeout=has_timeout):
+            for step in range(3):
+                eye.moved -= seconds
+                eye.progress(step, phase)
+    assert 0.7 <= eye.longest < 20
+
+
 def test_a_board_of_files(tmp_path: Path) -> None:
     board = DirectoryKeyValueStore(tmp_path)
     assert board.get("a") is None

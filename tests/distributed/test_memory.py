@@ -16,9 +16,12 @@ from benchmarks._limited import RANKS, SHARE, SHIPPED, backbone, train
 from benchmarks._limited import SIZES as LIMITED
 from benchmarks._sized import Sizes, Updates, save_backbone
 from benchmarks.sharding_memory import LOAD_MORE, LOAD_SHARE, TINY, checkpointer_of
+from flatshift.finetune.config import Mesh, Optimizer
 from flatshift.finetune.errors import is_out_of_memory
+from flatshift.finetune.models.anatomy import transformer_blocks
 from flatshift.finetune.models.backbone import loading_error
 from flatshift.finetune.parallel import layout
+from flatshift.finetune.planner import memory
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.finetune.train import checkpointer
 from tests.support.distributed_ranks import run_ranks
@@ -84,6 +87,30 @@ def saved_and_gathered(backbone: str, mesh: dict[str, int], folder: str) -> dict
         "parts": sum(counted),
         "bytes": sum(t.nbytes for t in saved.values()),
     }
+
+
+def test_gathered_bytes_are_those_of_the_mesh(tmp_path: Path) -> None:
+    save_backbone(TINY, big := str(tmp_path / "big"))
+    (found, _) = run_ranks(planned_gathers, 2, big)
+    blocks, adapters, whole = found["blocks"], found["adapters"], found["whole"]
+    assert found["planned"] == {"dp": 2 * blocks, "kept": whole + blocks, "zero 1": 2 * adapters}
+
+
+def planned_gathers(backbone: str) -> dict[str, Any]:
+    """The plan's gathered bytes on three meshes; bytes of the largest block, of its adapters and of the model."""
+    planned, sizes = {}, {}
+    for name, mesh in {"dp": {}, "kept": {"reshard": False}, "zero 1": {"zero": 1}}.items():
+        updates = Updates(backbone, {"dp": 2, **mesh}, vocabulary=TINY.vocabulary, rows=1, tokens=TINY.tokens)
+        engine, counted = updates.engine, []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(memory, "_format_plan", lambda *args, to=counted: to.extend(args[2]) or [])
+            memory.mesh_plan_lines(engine, mesh=Mesh(dp=2, **mesh), train=updates.train, optimizer=Optimizer())
+        planned[name] = next(count for cause, count, _ in counted if cause == "gathered")
+        parts = [{n: p.numel() * p.itemsize for n, p in b.named_parameters()} for b in transformer_blocks(engine.model)]
+        sizes["blocks"] = max(sum(part.values()) for part in parts)
+        sizes["adapters"] = max(sum(size for n, size in part.items() if "lora_" in n) for part in parts)
+        sizes["whole"] = engine.sharding.whole_bytes
+    return {"planned": planned, **sizes}
 
 
 def test_a_file_that_memory_cannot_map_is_no_broken_backbone() -> None:

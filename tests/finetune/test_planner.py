@@ -124,6 +124,39 @@ def test_many_devices_and_the_lines_to_paste() -> None:
     assert 0.1 < best["mfu"] < 0.7 and sum(best["seconds"].values()) == pytest.approx(best["update_s"], rel=0.01)
 
 
+def test_offloaded_shards_are_in_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--model", "llama-3.1-70b", "--gpus", "2xH100-80", "--mesh.dp", "2", "--train.batch_size", "2"]
+    assert run([*words, "--train.max_length", "1024", "--mesh.offload", "true"]) == 0
+    assert "GiB of weights and adapter in host memory" in capsys.readouterr().out
+    for more, offload in (("65536", "true"), ("1024", "false")):
+        assert run([*words, "--train.max_length", more, "--mesh.offload", offload]) == 1
+        assert ("nf4" in capsys.readouterr().out) == (offload == "false")
+    sizes, train = read_sizes("llama-3.1-8b", Adapter()), Train(precision="bf16", batch_size=8)
+    held, moved = (
+        predict_footprint(sizes, mesh=Mesh(dp=8, offload=on), adapter=Adapter(), train=train) for on in (False, True)
+    )
+    assert moved.adapter == 0 and moved.weights == moved.gathered // 8 < held.weights / 5
+
+
+def test_what_was_priced_is_what_the_recipe_gets(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--model", "llama-3.2-3b", "--gpus", "4xH100-80", "--mesh.pp", "2", "--mesh.dp", "2"]
+    words += ["--mesh.schedule", "interleaved", "--mesh.virtual", "2", "--mesh.zero", "1", "--mesh.stall", "90"]
+    assert run([*words, "--mesh.microbatches", "2", "--train.batch_size", "8", "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)["recipe"].splitlines()[0]
+    assert first == "mesh: {dp: 2, pp: 2, zero: 1, schedule: interleaved, virtual: 2, microbatches: 2, stall: 90.0}"
+
+
+def test_no_plan_splits_tokens_or_blocks_that_training_does_not() -> None:
+    short = [from_override("train.max_length", "64")]
+    found = plan_mesh("seq2seq", short, model="flan-t5-base", gpus="2xH100-80")
+    assert "tp 2" in {layout["name"] for layout in found["layouts"]} and not any(
+        "sequence" in layout["name"] for layout in found["layouts"]
+    )
+    loop = [*short, from_override("mesh.schedule", "zbv")]
+    found = plan_mesh("language-model", loop, gpus="6xH100-80")  # six blocks, two stages a rank
+    assert {layout["mesh"]["pp"] for layout in found["layouts"]} <= {2, 3}
+
+
 def _work(**changed: object) -> StepLayout:
     plain = StepLayout(
         layers=32, hidden=4096, heads=32, products=12 * 4096**2, head=32000 * 4096, sequence=2048, rows=1, micro=8
@@ -170,6 +203,14 @@ def test_clusters_are_read() -> None:
         (["--adapter.layers", "99"], "adapter.layers: there is no block 99; this backbone has 6, from 0 to 5"),
         (["--adapter.layers", "[5, 6]"], "adapter.layers: there is no block 6; this"),
         (["--mesh.tp", "3"], "nearest that does: 2"),
+        (
+            ["--gpus", "4xT4", "--mesh.pp", "4", "--mesh.schedule", "interleaved"],
+            "mesh.pp: 4 × 2 stages are more than the 6 blocks of this backbone; take at most 3",
+        ),
+        (
+            ["--model", "flan-t5-base", "--gpus", "2xT4", "--mesh.tp", "2", "--mesh.sequence_parallel", "true"],
+            "mesh.sequence_parallel: the tokens of model type 't5' cannot be split",
+        ),
     ],
 )
 def test_mistakes(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

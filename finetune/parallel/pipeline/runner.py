@@ -73,6 +73,8 @@ class PipelineRunner:
         self._pad_id = int(config.pad_token_id or 0)
         self._dtype: torch.dtype | None = None
         self._schedule: tuple[Any, Any] = (None, None)
+        self.real_rows = (1, 1)
+        """Rows of the piece in its forward pass that are not copies to fill it up, and all."""
         self.stand_in = PipelineEvalModel(parts, self.transport, config=config, world=world)
         """Stand-in that evaluation calls like the whole model."""
 
@@ -133,14 +135,16 @@ class PipelineRunner:
         @contextlib.contextmanager
         def piece_context(number: int, stage: int) -> Any:
             piece = pieces[number]
+            (micro, part), size = divmod(number, per_micro), len(piece.labels)
+            held = len(micros[micro].labels) if micro < len(micros) else 0
+            self.real_rows = min(max(held - part * size, 0), size), size
             with contextlib.ExitStack() as stack:
                 if context is not None:
                     stack.enter_context(context(number * self.total + stage))
                 if self.tokens is not None:
                     stack.enter_context(self.tokens.forward_pass(piece))  # type: ignore[arg-type]
                 if dropout_context is not None:
-                    micro, part = divmod(number, per_micro)
-                    size, tokens = len(piece.labels), piece.inputs["input_ids"].shape[1]
+                    tokens = piece.inputs["input_ids"].shape[1]
                     first = (micro * ranks + rank) * rows + part * size
                     stack.enter_context(dropout_context(first_row=first, rows=size, tokens=tokens))
                 yield

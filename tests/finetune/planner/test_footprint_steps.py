@@ -22,7 +22,7 @@ from flatshift.finetune.config import Adapter, Mesh, Optimizer, Train
 from flatshift.finetune.parallel.build import build_engine
 from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.planner.footprint import predict_footprint
-from flatshift.finetune.planner.memory import memory_plan
+from flatshift.finetune.planner.memory import count_saved_bytes, memory_plan, plan_lines
 from flatshift.finetune.planner.sizes import read_sizes
 from flatshift.finetune.tasks import Classify, LanguageModel, MaskedLM, Preference, Task
 from flatshift.finetune.train.optimizer import AdapterOptimizer
@@ -150,6 +150,36 @@ def test_what_the_loss_reads_is_planned(name: str, backbones: dict[str, Path]) -
     planned = _planned(backbones[kind], task, train)
     assert planned == pytest.approx(measured, rel=0.05)
     assert sum(said.values()) == pytest.approx(measured, rel=0.05)
+
+
+def test_masters_of_a_narrow_adapter_are_planned(backbones: dict[str, Path]) -> None:
+    task, train = LanguageModel(pack=False), dataclasses.replace(TRAIN, precision="bf16", adapter_precision="bf16")
+    folder, alone = backbones["llama"], ProcessMesh.alone(CPU)
+    engine = build_engine(str(folder), task=task, adapter=ADAPTER, train=train, mesh=Mesh(), world=alone)
+    said, optimizer = memory_plan(engine.model, train=train), AdapterOptimizer(engine.parameters, Optimizer())
+    assert said.optimizer == 8 * said.adapter // 2 + sum(master.nbytes for master in optimizer.masters.values())
+    planned = predict_footprint(read_sizes(folder, ADAPTER), mesh=Mesh(), adapter=ADAPTER, train=train).adapter
+    assert planned == said.adapter + said.gradients + said.optimizer
+    lines = plan_lines(engine.model, train=train, optimizer=Optimizer(), plan=said)
+    assert next(line for line in lines if line.startswith("  adapter ")).endswith(" parameters, bfloat16")
+
+
+@pytest.mark.parametrize("rate", [None, 0.0])
+def test_dropout_in_attention_keeps_weights_of_each_pair(rate: float | None, tmp_path: Path) -> None:
+    tokens = 2 * TOKENS
+    config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=tokens, vocab_size=64)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    task, train = LanguageModel(pack=False), dataclasses.replace(TRAIN, max_length=tokens, backbone_dropout=rate)
+    alone = ProcessMesh.alone(CPU)
+    engine = build_engine(str(tmp_path), task=task, adapter=ADAPTER, train=train, mesh=Mesh(), world=alone)
+    said = memory_plan(engine.model, train=train, task=task).activations / ROWS
+    engine.model.train()
+    ids = torch.ones(1, tokens, dtype=torch.int64)
+    with engine.dropout(0).forward_pass(0, first_row=0, rows=1, tokens=tokens):
+        kept = count_saved_bytes(engine.model, lambda: engine.model(input_ids=ids, use_cache=False).logits)
+    planned = predict_footprint(read_sizes(tmp_path, ADAPTER), mesh=Mesh(), adapter=ADAPTER, train=train).activations
+    assert said == pytest.approx(kept, rel=0.02) and planned / ROWS == pytest.approx(kept, rel=0.1)
+    assert (kept > 2 * 4 * tokens**2 * 9) == (rate is None)
 
 
 @pytest.mark.parametrize(

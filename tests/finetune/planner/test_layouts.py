@@ -12,6 +12,7 @@ import pytest
 from flatshift.finetune import assets
 from flatshift.finetune.config import MESH_AXES, Adapter, Mesh, Optimizer, Train
 from flatshift.finetune.errors import UserError
+from flatshift.finetune.parallel.pipeline_plan import split_step
 from flatshift.finetune.planner import devices as planner_devices
 from flatshift.finetune.planner.devices import Devices, visible_memory
 from flatshift.finetune.planner.footprint import predict_footprint
@@ -153,6 +154,25 @@ def test_a_pipeline_is_planned_by_the_cut_that_it_gets(tmp_path: Path) -> None:
     assert two.activations / one.activations == pytest.approx(15 / 18 * 2 / 4, rel=1e-6)
 
 
+def test_a_pipeline_is_planned_by_the_pieces_that_it_gets() -> None:
+    """1f1b on two ranks: nine rows are three pieces of three; eight pieces of two would hold seven rows of nothing."""
+    assert split_step(Mesh(pp=2), 9, 2) == (3, 6)
+    assert split_step(Mesh(pp=2, microbatches=3), 9, 1) == (3, 3)
+    assert split_step(Mesh(pp=4, schedule="interleaved"), 5, 1) == (1, 5)
+    assert split_step(Mesh(), 9, 2) == (9, 2)
+
+
+@pytest.mark.parametrize(("cp", "groups", "attended"), [(2, 4, 262144), (4, 4, 262144), (2, 2, 327680)])
+def test_keys_values_and_masks_do_not_divide_by_context(tmp_path: Path, cp: int, groups: int, attended: int) -> None:
+    """What hooks of autograd counted on cp ranks: repeated keys and values once more for the early run."""
+    sizes = BackboneSizes.read(llama(tmp_path / "b", 128, 256, 4, 4, groups, 352), Adapter(rank=8))
+    train, own, step = Train(batch_size=1, max_length=256, precision="fp32"), 256 // cp, 128 // cp
+    found = predict_footprint(sizes, mesh=Mesh(cp=cp, zero=1), adapter=Adapter(rank=8), train=train)
+    states, wide, factors, sums = 7 * own * 128, 4 * own * 256, 7 * own * 8, own * (4 + 2)
+    block = 4 * (states + wide + factors + sums + step**2 * (2 * cp + 1)) + attended
+    assert found.activations == 4 * block
+
+
 def test_each_axis_takes_its_share(large: Path) -> None:
     sizes, train = BackboneSizes.read(large, LORA), Train(batch_size=8, max_length=2048, precision="bf16")
 
@@ -166,6 +186,7 @@ def test_each_axis_takes_its_share(large: Path) -> None:
     assert one.weights / 8 < stages.weights < one.weights / 7
     assert of(dp=8, reshard=False).gathered > of(dp=8).gathered
     assert of(dp=8, zero=1).weights == one.weights
+    assert of(dp=8, zero=1).adapter == of(dp=8, zero=2).adapter == shards.adapter == one.adapter // 8
     split = of(tp=8, sequence_parallel=True).activations
     assert split == pytest.approx(one.activations / 8 + 7 / 8 * 2 * sizes.adapter, rel=1e-6), "adapters' copies whole"
 

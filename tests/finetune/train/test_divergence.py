@@ -267,6 +267,12 @@ def test_resumed_around_a_spike(stop_at, regularizer, source, tmp_path):
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
 
 
+def test_the_batches_of_a_second_spike_are_named(source, tmp_path):
+    fit(engine_of(source, jump={5, 11}), tmp_path / "run", spikes=SPIKES, steps=8)
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "back to step 2, without batches 2 to 5\n" in log and "back to step 4, without batches 8 to 11\n" in log
+
+
 def test_a_kill_between_going_back_and_the_new_checkpoint_costs_time_only(source, tmp_path, monkeypatch):
     whole, _ = fit(engine_of(source, jump={9}), tmp_path / "whole", spikes=SPIKES)
     from flatshift.finetune.train.checkpointer import Checkpointer
@@ -284,6 +290,23 @@ def test_a_kill_between_going_back_and_the_new_checkpoint_costs_time_only(source
     assert max(saved_steps(tmp_path / "run" / "state")) == 6
     resumed, result = fit(engine_of(source, jump={9}), tmp_path / "run", spikes=SPIKES)
     assert same(resumed, whole) and result.rewinds == 1
+
+
+def test_newer_checkpoints_are_kept_if_no_older_one_is_valid(source, tmp_path):
+    state = tmp_path / "run" / "state"
+
+    class Damaging(SickEngine):
+        def forward_backward(self, micros, count, **how):
+            if micros[0].batch == 9:
+                for step in (step for step in saved_steps(state) if step <= 6):
+                    (state / f"step-{step}" / "state.safetensors").write_bytes(b"broken")
+            return super().forward_backward(micros, count, **how)
+
+    engine = engine_of(source, jump={9})
+    engine.__class__ = Damaging
+    with pytest.raises(Diverged, match="checkpoint of step 8 is kept"):
+        fit(engine, tmp_path / "run", spikes=SPIKES)
+    assert saved_steps(state) == [8]
 
 
 def test_back_to_the_very_beginning_with_a_fresh_optimizer(source, tmp_path):

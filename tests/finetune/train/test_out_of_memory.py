@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 
@@ -10,12 +11,13 @@ import torch
 
 from flatshift import cli
 from flatshift.finetune.adapters.adapter import attach_adapter
-from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Train
+from flatshift.finetune.config import Adapter, Evaluate, Mesh, Optimizer, Train
 from flatshift.finetune.errors import OutOfMemory, is_out_of_memory
 from flatshift.finetune.figures import format_bytes
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.planner.memory import MemoryPlan, memory_plan
+from flatshift.finetune.planner.rules import RuleSettings
 from flatshift.finetune.run_directory import RunDirectory
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.finetune.train import out_of_memory
@@ -174,6 +176,26 @@ def test_changes_are_those_that_the_run_allows(source):
     assert named(small, quantization="nf4") == []
     moments = sum(8 * p.numel() for p in engine.parameters.values())
     assert named(plan_of(optimizer=moments)) == ["train.quantization: nf4"]  # too small to be quantised
+    (changed, *_) = propose_changes(engine, much, train=Train(batch_size=4, group="length"), optimizer=Optimizer())
+    assert changed.cost == "other samples in a step"
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_no_change_is_one_that_the_rules_refuse(source, tmp_path, rows):
+    train = Train(batch_size=rows, max_length=12, precision="fp32", backbone_precision="bf16", checkpointing="full")
+    rules, engine = RuleSettings(Mesh(), train, Adapter(), LM), engine_of(source, Engine)
+    plan = plan_of(backbone=100_000, activations=1000)
+    changes = propose_changes(engine, plan, train=train, optimizer=Optimizer(), rules=rules)
+    assert "train.quantization: nf4" not in {change.setting for change in changes}
+    run = RunDirectory.create(tmp_path / "run")
+    (run.state / "step-3").mkdir(parents=True)
+    wide = dataclasses.replace(train, backbone_precision="same")
+    stage = TrainingStage(
+        name="fine-tune", task=LM, batches=RandomBatches(rows=rows), dev=[], optimizer=Optimizer(), train=wide,
+        evaluate=Evaluate(), regularizer=build(Plain()), run=run, seed=0, rules=dataclasses.replace(rules, train=wide),
+    )  # fmt: skip
+    told = str(out_of_memory.OutOfMemoryHandler(engine, stage)._out_of_memory(MemoryError("x"), "step 4"))
+    assert ("more memory, or by `" in told) == ("--mesh.dp 2`" in told) == (rows == 2)
 
 
 def test_savings_are_those_of_the_plan(source):

@@ -119,15 +119,16 @@ def test_rates_are_counts_over_time(tmp_path):
     work(engine, padded, task=LM, head=head, meter=meter)
     assert meter.end_step(100.0).read() == {}  # the first, which is not like the others
     for index in range(EVERY):
-        with meter.count([padded], head=head):
-            pass
+        for _ in range(2):  # passes over the same tokens
+            with meter.count([padded], head=head):
+                pass
         figures = meter.end_step(0.5).read()
         assert (figures == {}) == (index < EVERY - 1)
     tokens, pairs = 24 + 9 + 24, 24**2 + 9**2 + 24**2
-    done = meter._cost.model(tokens, pairs, padded.supervised) / 0.5 / 1e12
+    done = 2 * meter._cost.model(tokens, pairs, padded.supervised) / 0.5 / 1e12
     assert figures["tokens_s"] == pytest.approx(tokens / 0.5, rel=1e-3)
     assert figures["tflops"] == pytest.approx(done, rel=1e-3) and figures["mfu"] == pytest.approx(done / peak, rel=1e-3)
-    busy = meter._cost.hardware(72, 3 * 24**2, padded.supervised) / 0.5 / 1e12
+    busy = 2 * meter._cost.hardware(72, 3 * 24**2, padded.supervised) / 0.5 / 1e12
     assert figures["hfu"] == pytest.approx(busy / peak, rel=1e-3) and figures["hfu"] > figures["mfu"]
     assert meter.total_rates() == figures
     assert (
