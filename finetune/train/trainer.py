@@ -444,7 +444,8 @@ class Trainer:
         state.evaluation_pending = False
         row = {"attempt": self.checkpointer.attempt, "step": state.step, "split": "dev", **metrics}
         self.log(**row, tokens=state.tokens, time_s=round(self._elapsed(), 4))
-        if math.isfinite(metrics["loss"]) and self._is_better(metrics):
+        better = math.isfinite(metrics["loss"]) and self._is_better(metrics)
+        if self.engine.world.any(better):  # one answer of all ranks, whose losses may differ in their last bits
             state.best_step, state.best_dev_loss, state.misses = state.step, metrics["loss"], 0
             state.best_accuracy = metrics.get("accuracy")
             state.best_metric = None if self.metric is None else metrics[self.metric]
