@@ -52,11 +52,6 @@ class Capabilities:
     reads_masks: bool
     judged_tokens: int | None
 
-    @property
-    def autocast(self) -> str:
-        """Device type for `torch.autocast`."""
-        return self.kind
-
 
 CPU = Capabilities(
     kind="cpu", bf16=False, sums=torch.float64, short_products=True, fused_optimizer=True, pinned=False, pages=False,

@@ -416,7 +416,7 @@ def linear_cross_entropy(
     Logits exist for one slice of rows at a time, in the forward pass only, where the gradient (softmax − onehot) W is
     computed as well: the backward pass is one scaling. Under autocast the products are in its precision.
     """
-    device = capabilities(hidden.device).autocast
+    device = capabilities(hidden.device).kind
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
     return _LinearCrossEntropy.apply(hidden, linear.weight, linear.bias, targets, smoothing, cap)
@@ -424,7 +424,7 @@ def linear_cross_entropy(
 
 def linear_cross_entropies(hidden: Tensor, linear: nn.Linear, targets: Tensor, *, cap: float | None = None) -> Tensor:
     """Return the terms of `linear_cross_entropy`, one per row, float32 (n,)."""
-    device = capabilities(hidden.device).autocast
+    device = capabilities(hidden.device).kind
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
     return _LinearCrossEntropies.apply(hidden, linear.weight, linear.bias, targets, cap)
@@ -442,7 +442,7 @@ def _sliced_nll(
     """Yield −log p (rows, 1) of each slice of rows, smoothed or soft-capped; write ∂/∂hidden into `gradient` if
     given."""
     assert cap is None or not smoothing
-    device = capabilities(hidden.device).autocast
+    device = capabilities(hidden.device).kind
     weight = weight.to(hidden.dtype)
     bias = None if bias is None else bias.to(hidden.dtype)
     vocabulary, is_wide = len(weight), hidden.dtype == torch.float32

@@ -24,6 +24,7 @@ from flatshift.experiments.studies.executors import (
     RunCell,
     StudyInputs,
     is_signal,
+    last_line,
 )
 from flatshift.finetune.atomic import make_directory, read_json_object, write_json
 from flatshift.finetune.errors import Interrupted, UserError
@@ -86,7 +87,7 @@ def submit_jobs(submit: Callable[[Any], Any], executor: Any, **parameters: Any) 
     try:
         return submit(executor)
     except (FailedJobError, FailedSubmissionError, OSError) as error:
-        raise UserError(f"--on slurm: sbatch refused the jobs: {_last_line(error)}") from error
+        raise UserError(f"--on slurm: sbatch refused the jobs: {last_line(error)}") from error
 
 
 class SlurmExecutor(Executor):
@@ -234,7 +235,7 @@ class SlurmExecutor(Executor):
                     cell, "lost", f"job {job.job_id}", ending, self.retries + 1, "give it a longer --time"
                 )
             if "the disk is full" in text:
-                raise Interrupted(_last_line(error)) from error
+                raise Interrupted(last_line(error)) from error
             return CellUpdate(cell, "lost", f"job {job.job_id}", f"ended in state {job.state}")
         if problem is not None:
             raise UserError(problem)
@@ -273,10 +274,6 @@ class SlurmExecutor(Executor):
 def is_pending(job: Any) -> bool:
     """Return True if Slurm still has a job of an earlier command, waiting or running."""
     return job.watcher.get_state(job.job_id, mode="force") != "UNKNOWN" and not job.done()
-
-
-def _last_line(error: Exception) -> str:
-    return str(error).strip().rpartition("\n")[2]
 
 
 def _submit_array(job: CellJob, cells: Sequence[Cell], executor: Any) -> Any:
