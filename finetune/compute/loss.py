@@ -49,12 +49,6 @@ class Batch(Protocol):
     def labels(self) -> Tensor: ...
 
 
-def _target_indices(batch: Batch) -> Tensor | None:
-    """Return the indices of the target tokens, if the host computed them
-    (`flatshift.finetune.compute.micro_batch.MicroBatch.chosen`)."""
-    return getattr(batch, "chosen", None)
-
-
 _Any = TypeVar("_Any")
 
 
@@ -176,10 +170,10 @@ def batch_loss(model: nn.Module, batch: Batch, *, task: LossTask, head: Head | N
     if head is None:
         with attention_kernel(batch.inputs), packed_attention.packed_batch(batch) as inputs:
             logits = model(**inputs).logits
-        return loss_sum(logits, batch.labels, task=task, chosen=_target_indices(batch))
+        return loss_sum(logits, batch.labels, task=task, chosen=getattr(batch, "chosen", None))
 
     def cost(hidden: Tensor) -> Tensor:
-        rows, targets = select_targets(hidden, batch.labels, task, _target_indices(batch))
+        rows, targets = select_targets(hidden, batch.labels, task, getattr(batch, "chosen", None))
         loss = head.cross_entropy(rows, targets, smoothing=task.smoothing, by_probability=task.dft)
         return head.as_output(loss)
 

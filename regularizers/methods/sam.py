@@ -6,16 +6,14 @@
 and the optimizer uses the gradient at w + ε. Norms are over all of w: all layers, and all processes of a mesh.
 LoRA-SAM, w = θ = all A and B: in the merged weight it moves by about c [BBᵀG + GAᵀA], so while B is small almost only
 inside the row space of A (Bi-LoRA, arXiv 2508.19564, §3). SAM over the merged weights W' has no such restriction and
-costs a dense gradient: see `WeightSAM`. Unlike the published code (davda54/sam) neither needs a closure, nor breaks
-accumulation or loss scaling.
+costs a dense gradient: see `WeightSAM`.
 
 `TwoPassRegularizer` is the shared frame: a first pass at the weights, a second one at the perturbed weights (the loop:
-`flatshift.regularizers.protocol`).
-
-Between the passes the first one's gradients are read and removed, so `.grad` ends as the second one's alone: no
-closure, and whatever scales, clips or unscales gradients does it once, after the step, as for plain training. A pass is
-all micro-batches of the step, so accumulation is right by construction. Dropout should use the same masks in both
-passes, so that they evaluate the same function: our loop and `TwoPassMixin` ensure this.
+`flatshift.regularizers.protocol`). Between them the first one's gradients are read and removed, so `.grad` ends as the
+second one's alone: unlike the published code (davda54/sam), this needs no closure, and whatever scales, clips or
+unscales gradients does it once, after the step, as for plain training. A pass is all micro-batches of the step, so
+accumulation is right. Dropout should use the same masks in both passes, so that they evaluate the same function: our
+loop and `TwoPassMixin` ensure this.
 """
 
 from __future__ import annotations

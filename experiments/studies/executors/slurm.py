@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +159,7 @@ class SlurmExecutor(Executor):
             for cell in part:
                 self.discard_result(cell)
             job = CellJob(self.out.absolute(), self.run, self._resources.cpus)
-            submit = partial(_submit_array, job, part)
+            submit = methodcaller("map_array", job, part, [StudyInputs.of(cell) for cell in part])
             jobs = self._submit(submit, **self._parameters(part))
             self._running |= {cell.key: (cell, job) for cell, job in zip(part, jobs, strict=True)}
         self._continue_last(earlier.pop(_LAST, None), replaces=bool(new))
@@ -274,7 +274,3 @@ class SlurmExecutor(Executor):
 def is_pending(job: Any) -> bool:
     """Return True if Slurm still has a job of an earlier command, waiting or running."""
     return job.watcher.get_state(job.job_id, mode="force") != "UNKNOWN" and not job.done()
-
-
-def _submit_array(job: CellJob, cells: Sequence[Cell], executor: Any) -> Any:
-    return executor.map_array(job, cells, [StudyInputs.of(cell) for cell in cells])
