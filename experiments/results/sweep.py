@@ -418,8 +418,7 @@ def _read_late_traces(
     A cell that failed or stopped early gets rows without metrics for the planned steps it did not reach: those of its
     trace.json or, if it ended before that was written, the steps that others recorded.
 
-    Raises:
-        UserError: a line that is not a JSON object, other than a torn last one.
+    Raises UserError: a line that is not a JSON object, other than a torn last one.
     """
     if not late:
         return []

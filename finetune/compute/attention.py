@@ -159,9 +159,8 @@ def register_packed_attention(kernel: Kernel) -> None:
 class PackedRows:
     """Host-side facts about the rows of the current forward pass.
 
-    Args:
-        padded: True if any row is shorter than the others (padded on the right).
-        positions: (B, T) int64 of packed rows, restarting at 0 for each sample; None: one sample per row.
+    padded: True if any row is shorter than the others (padded on the right).
+    positions: (B, T) int64 of packed rows, restarting at 0 for each sample; None: one sample per row.
     """
 
     padded: bool

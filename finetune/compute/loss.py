@@ -142,11 +142,10 @@ def weigh_by_probability(terms: Tensor) -> Tensor:
 def loss_sum(logits: Tensor, labels: Tensor, *, task: LossTask, chosen: Tensor | None = None) -> Tensor:
     """Return the loss summed over target items, float32 scalar: cross entropy in nats, or the task's `example_losses`.
 
-    Args:
-        logits: [B, T, V] (`traits.causal`: position t predicts the label at t + 1; else the label at t) or [B, C]
-            (`task.traits.is_sequence_level`).
-        labels: [B, T] with -100 where there is no target, or in the form the task expects.
-        chosen: indices of the targets among the B·T labels, if known.
+    logits: [B, T, V] (`traits.causal`: position t predicts the label at t + 1; else the label at t) or [B, C]
+        (`task.traits.is_sequence_level`).
+    labels: [B, T] with -100 where there is no target, or in the form the task expects.
+    chosen: indices of the targets among the B·T labels, if known.
     """
     if task.traits.is_sequence_level:
         return task.example_losses(logits, labels).sum()
@@ -223,9 +222,8 @@ def add_reference(
     The reference is the base model (adapter off, no dropout). The drift is the mean over all mismatched rows of log p
     minus the base model's, clamped at 0 (KTO, arXiv 2402.01306, §4.1), at the current weights.
 
-    Args:
-        precision: context of each forward pass.
-        add: sums a tensor over the ranks that have other rows of the step.
+    precision: context of each forward pass.
+    add: sums a tensor over the ranks that have other rows of the step.
     """
 
     def log_probs(micro: MicroBatch) -> Tensor:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flatshift.regularizers.config import ASAM, SAM, LoraSAM, RegularizerError
-from flatshift.regularizers.layers.adapters import AdapterParameters, local_tensor
+from flatshift.regularizers.layers.adapters import AdapterParameters
 from flatshift.regularizers.layers.forward import ForwardSwap, find_whole_layers
 from flatshift.regularizers.layers.frozen import accumulation_dtype
 from flatshift.regularizers.layers.fused import unsafe_reshape
@@ -77,11 +77,7 @@ class TwoPassRegularizer(AttachedRegularizer):
     def _gradient_norm(self, loss_scale: float) -> Tensor:
         """Return |∂L/∂θ| of the current gradients, float64 (). Collective."""
         assert self._theta is not None
-        gradients = {
-            name: torch.zeros_like(local_tensor(p)) if p.grad is None else local_tensor(p.grad)
-            for name, p in self._theta.parameters.items()
-        }
-        return self._theta.squared_norm(gradients).sqrt() / loss_scale
+        return self._theta.squared_norm(self._theta.gradients()).sqrt() / loss_scale
 
     @contextmanager
     def step(self, t: int, *, loss_scale: float = 1.0) -> Iterator[Iterable[int]]:
