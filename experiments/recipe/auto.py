@@ -40,11 +40,9 @@ def resolve_auto(
 
     Collective: rank 0 decides for all ranks that a launcher started, and each of them must call this.
 
-    Args:
-        log: Receives the decision with its numbers, and a note if an explicitly set precision is the slower one.
-        previous: Resolved recipe of an earlier call for the same directory; precisions decided there are kept.
-    Raises:
-        UserError: the device is not available, or does not support the precision that is set.
+    log: Receives the decision with its numbers, and a note if an explicitly set precision is the slower one.
+    previous: Resolved recipe of an earlier call for the same directory; precisions decided there are kept.
+    Raises UserError: the device is not available, or does not support the precision that is set.
     """
     recipe, train = resolved.recipe, resolved.recipe.train
     values: dict[str, tuple[str, str]] = {}
@@ -231,12 +229,10 @@ def mesh_flags(recipe: Recipe, *, set_axes: Collection[str] | None = None) -> li
 
     The reasons go to stderr. Rank 0 decides for all ranks that a launcher started.
 
-    Args:
-        set_axes: For a resumed run, the axes set on this command line; the others are chosen again. None: all axes that
-            are set stay.
+    set_axes: For a resumed run, the axes set on this command line; the others are chosen again. None: all axes that are
+        set stay.
 
-    Raises:
-        UserError: no mesh of that many ranks is possible, or the backbone cannot be found.
+    Raises UserError: no mesh of that many ranks is possible, or the backbone cannot be found.
     """
     if not recipe.mesh.auto:
         return []

@@ -80,10 +80,6 @@ class Resolved:
         """Return the whole tree for merging with others; each value keeps its origin."""
         return _with_origins(parse(self.to_yaml(), self.name), self.origins)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the whole tree as plain values."""
-        return dataclasses.asdict(self.recipe)
-
 
 def _with_origins(tree: Tree, origins: Origins, path: str = "") -> Tree:
     if isinstance(tree, Branch):

@@ -179,13 +179,14 @@ class RunResults:
         digest = ",".join(map(str, own)) or str(self.path)  # unknown: the rows of no other run
         return RunEvaluation(self.eval.get(split, {}), self.predictions.get(split), digest, self.loss_settings)
 
-    def split_files(self, split: str) -> list[str]:
-        """Return the files that the recipe names for a split; empty if it is held out of the training files."""
-        block = self.recipe.get("data")
-        settings = block.get(split) if isinstance(block, dict) else None
+    def split_files(self, split: str, *, block: str = "data") -> list[str]:
+        """Return the files that the recipe names for a split, or for another part of a `block`; empty if it is held out
+        of the training files."""
+        parts = self.recipe.get(block)
+        settings = parts.get(split) if isinstance(parts, dict) else None
         sources = settings.get("sources") if isinstance(settings, dict) else None
-        blocks = [settings, *(sources.values() if isinstance(sources, dict) else ())]
-        return [str(name) for block in blocks if isinstance(block, dict) for name in block.get("files") or ()]
+        named = [settings, *(sources.values() if isinstance(sources, dict) else ())]
+        return [str(name) for each in named if isinstance(each, dict) for name in each.get("files") or ()]
 
     @property
     def loss_settings(self) -> tuple[Any, ...]:

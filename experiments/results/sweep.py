@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import statistics
@@ -15,9 +16,19 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
-from flatshift.experiments.results.cells import RESULT, read_marker, read_result, result_metrics, unreached_status
+from flatshift.experiments.results.cells import (
+    CELLS,
+    POINTS,
+    RESULT,
+    read_marker,
+    read_result,
+    result_metrics,
+    unreached_status,
+)
 from flatshift.experiments.results.table import Setting, SweepTable, encode_column, float_column, read_parquet
+from flatshift.finetune.atomic import atomic_file
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.metrics import METRICS, find_metric, loss_form
 from flatshift.finetune.train.trace.files import ABOUT, align_to_plan, read_trace, stability_threshold
@@ -174,12 +185,12 @@ def read_sweep(folder: Path) -> SweepData | None:
     rows = filter_planned_rows(map(_result_row, late), plan)
     requested = plan.get("metric")
     metric = loss_form(requested) if isinstance(requested, str) and requested in METRICS else None
-    cells = _with_metric_loss(_concat([cells], rows), metric)
+    cells = _with_metric_loss(concat_tables([cells], rows), metric)
     axes, fixed = _split_axes(cells, plan)
     together: list[CoupledAxis] = []
     if plan.get("design") == "paired":
         axes, together = _split_coupled_axes(cells, axes)
-    curves = _concat([curves], _read_late_traces(folder, [str(row["cell"]) for row in rows], cells, axes, curves))
+    curves = concat_tables([curves], _read_late_traces(folder, [str(row["cell"]) for row in rows], cells, axes, curves))
     # Steps restart in each stage, and only the last one trains on the task's labels.
     if "stage" in curves.column_names and len(stages := curves.column("stage").unique()) > 1:
         curves = curves.filter(pc.equal(curves.column("stage"), stages[-1]))
@@ -206,19 +217,32 @@ def read_sweep(folder: Path) -> SweepData | None:
     return data
 
 
-def _concat(tables: Sequence[pa.Table | None], rows: list[dict[str, Any]]) -> pa.Table:
+def concat_tables(tables: Sequence[pa.Table | None], rows: list[dict[str, Any]]) -> pa.Table:
+    """Return tables, and rows after them, as one; a column of mixed types becomes text."""
     existing = [table for table in tables if table is not None]
     if rows or not existing:
-        existing.append(_rows_to_table(rows))
+        existing.append(rows_to_table(rows))
     try:
         return pa.concat_tables(existing, promote_options="permissive") if len(existing) > 1 else existing[0]
     except pa.ArrowException:  # a column is text in one and a number in the other
-        return _rows_to_table([row for table in existing for row in table.to_pylist()])
+        return rows_to_table([row for table in existing for row in table.to_pylist()])
 
 
-def _rows_to_table(rows: list[dict[str, Any]]) -> pa.Table:
+def rows_to_table(rows: list[dict[str, Any]]) -> pa.Table:
+    """Return rows as a table: columns in order of appearance, null where a row lacks one."""
     names = list(dict.fromkeys(key for row in rows for key in row))
     return pa.table({name: to_array([row.get(name) for row in rows]) for name in names})
+
+
+def write_cells(out: Path, rows: list[dict[str, Any]]) -> None:
+    """Write cells.parquet and points.csv of these rows, each atomically."""
+    table = rows_to_table(rows)
+    with atomic_file(out / CELLS) as temporary:
+        pq.write_table(table, temporary)
+    with atomic_file(out / POINTS) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, table.column_names, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def to_array(values: list[Any]) -> pa.Array:
@@ -394,8 +418,7 @@ def _read_late_traces(
     A cell that failed or stopped early gets rows without metrics for the planned steps it did not reach: those of its
     trace.json or, if it ended before that was written, the steps that others recorded.
 
-    Raises:
-        UserError: a line that is not a JSON object, other than a torn last one.
+    Raises UserError: a line that is not a JSON object, other than a torn last one.
     """
     if not late:
         return []

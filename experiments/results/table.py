@@ -108,11 +108,6 @@ class SweepTable:
             self._rows[key] = np.flatnonzero(mask)
         return self._rows[key]
 
-    def at(self, column: str, setting: Setting) -> Interval | None:
-        """Return the t-interval over the finished rows that match `setting`; None if there are none."""
-        values = self.column(column)[self.rows(setting)]
-        return metric_interval(column, values[np.isfinite(values)])
-
     def curve(self, column: str, axis: str, setting: Setting) -> list[tuple[Any, Interval]]:
         """Return (axis value, interval) along `axis` at `setting` of the other axes; unmeasured values are skipped."""
         rows = self.rows(setting)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from flatshift.experiments.statistics.emc import EPSILON
 from flatshift.experiments.statistics.intervals import t_quantile
 from flatshift.experiments.statistics.pairs import point_pairs
-from flatshift.experiments.statistics.peak import MOST_POINTS, PeakTest, normalise_curves, select_finite, thin
+from flatshift.experiments.statistics.peak import PeakTest, normalise_curves, select_finite
 from flatshift.experiments.statistics.scale import MetricScale, choose_scale
 from flatshift.finetune.errors import UserError
 
@@ -80,13 +80,6 @@ class Curve:
     def scale(self) -> MetricScale:
         """Scale on which `test` is tested, chosen by its `metric`."""
         return choose_scale(self.metric, self.test, self.items)
-
-    def thinned(self, at_most: int = MOST_POINTS) -> Curve:
-        """Return the curve at no more than `at_most` points, evenly spaced on a log axis, its values not looked at."""
-        columns = list(thin(self.values, at_most))
-        tables: dict[str, Any] = {name: getattr(self, name) for name in _TABLES}
-        tables = {name: None if table is None else table[:, columns] for name, table in tables.items()}
-        return replace(self, values=[self.values[j] for j in columns], **tables)
 
     def at(self, point: int) -> str:
         """Format a point for sentences: `rank 16`."""

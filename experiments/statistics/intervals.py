@@ -55,13 +55,11 @@ def t_interval(
     return Interval(mean, max(mean - half, low), min(mean + half, high), n)
 
 
-def paired_difference(
-    ours: Mapping[Any, float], base: Mapping[Any, float], *, confidence: float = 0.95
-) -> Interval | None:
-    """Return the t-interval of `ours − base` over the keys (seeds) that both have; None if they share none. Pairing
+def paired_difference(ours: Mapping[Any, float], base: Mapping[Any, float]) -> Interval | None:
+    """Return the 95% t-interval of `ours − base` over the keys (seeds) that both have; None if they share none. Pairing
     removes what a seed does to both (subset, order, initialisation), which is most of the spread."""
     shared = sorted(set(ours) & set(base), key=repr)
-    return t_interval([ours[k] - base[k] for k in shared], confidence=confidence) if shared else None
+    return t_interval([ours[k] - base[k] for k in shared]) if shared else None
 
 
 def paired_p(differences: Sequence[float]) -> float | None:

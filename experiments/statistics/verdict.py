@@ -52,11 +52,6 @@ class CurveVerdict:
     holdout: HoldoutResult | None = None
     seeds_needed: int | None = None
 
-    @property
-    def threshold(self) -> float | None:
-        """Return the position where the mean training error crosses ε; None: not on the axis, or not measured."""
-        return None if self.crossing is None else self.crossing.value
-
 
 def determine_verdict(
     curve: Curve, *, level: float = 0.05, delta: float | None = None, draws: int = 20_000, seed: int = 0
@@ -75,7 +70,7 @@ def determine_verdict(
 
     A curve of the training loss itself (`Curve.training`) can be instability, monotone or undecided only. level: of
     each test. delta: height of a peak that would matter, in units of the test error; None: a fifth of the whole fall.
-    draws, seed: as for `peak_test`. Raises UserError for more than 10 points (`Curve.thinned` chooses them), or level,
+    draws, seed: as for `peak_test`. Raises UserError for more than 10 points (`peak.thin` chooses them), or level,
     delta or ε out of bounds. Too few seeds or points, and seeds that do not differ, are no error: the verdict is
     undecided, with the reason.
     """

@@ -10,7 +10,6 @@ classes.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import math
 import time
@@ -27,13 +26,14 @@ from flatshift.experiments.recipe import Resolved
 from flatshift.experiments.recipe.resolve import describe_held_out_rows
 from flatshift.experiments.recipe.rules import check_recipe
 from flatshift.experiments.recipe.schema import Recipe
-from flatshift.experiments.results.cells import CELLS, FORECAST, POINTS
+from flatshift.experiments.results.cells import FORECAST
+from flatshift.experiments.results.sweep import write_cells
 from flatshift.experiments.run.console import Console, Draw
 from flatshift.experiments.statistics.emc import find_crossing
 from flatshift.experiments.statistics.kernel import KernelFit, extrapolate, fastest_setting, kernel_fits
 from flatshift.experiments.workflows.build import load_model
 from flatshift.experiments.workflows.run_parts import has_custom_init
-from flatshift.finetune.atomic import atomic_directory, atomic_file, write_json, write_text
+from flatshift.finetune.atomic import atomic_directory, write_json, write_text
 from flatshift.finetune.compute.jacobian import jacobian
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.errors import UserError
@@ -337,24 +337,11 @@ def forecast_into(
         rows = compute(resolved, chosen, console, temporary)
         document = summarise_forecast(resolved.recipe, chosen, rows)
         document["cpu_seconds"] = round(time.process_time() - started, 2)
-        _write_tables(temporary, rows, document)
+        write_cells(temporary, [{"cell": f"forecast-{n}", "status": "done", **row} for n, row in enumerate(rows)])
+        write_json(temporary / FORECAST, document)
         write_text(temporary / RECIPE, resolved.to_yaml())
     draw(out)
     return document
-
-
-def _write_tables(out: Path, rows: Sequence[dict[str, Any]], document: Mapping[str, Any]) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    table = [{"cell": f"forecast-{n}", "status": "done", **row} for n, row in enumerate(rows)]
-    with atomic_file(out / CELLS) as temporary:
-        pq.write_table(pa.Table.from_pylist(table), temporary)
-    with atomic_file(out / POINTS) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(table[0]))
-        writer.writeheader()
-        writer.writerows(table)
-    write_json(out / FORECAST, document)
 
 
 def summarise_forecast(recipe: Recipe, axes: ForecastAxes, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -62,9 +62,8 @@ def measure_run_sharpness(
     overrides: another device than the run's, or no mesh; how the rows of `data` are read.
     draw: draws plots/ and report.html of the run again.
 
-    Raises:
-        UserError: `path` is no run directory, has no adapter yet, or ran on a mesh; the split has no rows.
-        RegularizerError: the model cannot be measured in one of the spaces.
+    Raises UserError: `path` is no run directory, has no adapter yet, or ran on a mesh; the split has no rows.
+    Raises RegularizerError: the model cannot be measured in one of the spaces.
     """
     settings = settings or Sharpness()
     recipe = resolve_device_precision(resume_recipe(path, overrides, other_rows=bool(data)).recipe)

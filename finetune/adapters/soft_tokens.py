@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..compute.attention import register_attention
 from ..compute.capabilities import seeded_rng
 from ..compute.protocols import TraitsTask
 from ..config import Adapter, Mesh, Projector, Train
@@ -209,9 +210,6 @@ class _FeatureForward:
 def _hide_first_position(base: Any, layers: list[nn.Module], block_count: int) -> None:
     """Make the attention of the blocks below `block_count` skip the first position of each sequence. Raises UserError:
     attention is not torch's own, or the position still affects the output of those blocks at the others."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
     config = base.config.get_text_config()
     if config._attn_implementation != "sdpa":
         raise UserError(
@@ -219,8 +217,7 @@ def _hide_first_position(base: Any, layers: list[nn.Module], block_count: int) -
             f"possible in sdpa attention, and this backbone has {config._attn_implementation}; begin with block 0, or "
             "take first"
         )
-    AttentionInterface.register(_ATTENTION, _attention_hiding_positions)
-    AttentionMaskInterface.register(_ATTENTION, sdpa_mask)
+    register_attention(_ATTENTION, _attention_hiding_positions)
     config._attn_implementation = _ATTENTION
     for block in layers[:block_count]:
         for module in block.modules():

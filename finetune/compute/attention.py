@@ -152,16 +152,15 @@ def _model_problem(base: Any, train: Train, *, splits_rows: bool) -> str | None:
 
 def register_packed_attention(kernel: Kernel) -> None:
     """Register `kernel` with transformers under `NAME`."""
-    _register(NAME, _make_attention_function(kernel))
+    register_attention(NAME, _make_attention_function(kernel))
 
 
 @dataclass(frozen=True)
 class PackedRows:
     """Host-side facts about the rows of the current forward pass.
 
-    Args:
-        padded: True if any row is shorter than the others (padded on the right).
-        positions: (B, T) int64 of packed rows, restarting at 0 for each sample; None: one sample per row.
+    padded: True if any row is shorter than the others (padded on the right).
+    positions: (B, T) int64 of packed rows, restarting at 0 for each sample; None: one sample per row.
     """
 
     padded: bool
@@ -294,7 +293,7 @@ def use_blocked_attention(model: nn.Module, device: torch.device | str, dtype: t
     if not faster or getattr(config, "_attn_implementation", None) != "sdpa":
         yield
         return
-    _register(_BLOCKS, _blocked_attention_forward)
+    register_attention(_BLOCKS, _blocked_attention_forward)
     config._attn_implementation = _BLOCKS
     try:
         yield
@@ -302,7 +301,8 @@ def use_blocked_attention(model: nn.Module, device: torch.device | str, dtype: t
         config._attn_implementation = "sdpa"
 
 
-def _register(name: str, attention: Callable[..., tuple[Tensor, None]]) -> None:
+def register_attention(name: str, attention: Callable[..., tuple[Tensor, None]]) -> None:
+    """Register `attention` with transformers under `name`, with the masks of `sdpa`."""
     from transformers import AttentionInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 

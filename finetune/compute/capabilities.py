@@ -22,23 +22,20 @@ from torch import Tensor
 class Capabilities:
     """Capabilities and suitable settings of one kind of device.
 
-    Args:
-        kind: device type; also torch's name of it for autocast and process groups.
-        bf16: True if its matrix units take bf16. Not meaningful for a CPU, whose rates are measured.
-        sums: dtype of long sums, as of a loss over tokens: float64 is free on a CPU but runs at 1/64 of the rate on a
-            GPU.
-        short_products: True if bf16 attention over short rows uses batched products
-            (`flatshift.finetune.compute.numerics.attention_kernel`).
-        fused_optimizer: True if torch's AdamW updates all tensors in one pass.
-        pinned: True if host memory can be pinned, so that copies to the device are asynchronous.
-        pages: True if it can page host memory in, which paged optimizer states and offloaded shards need.
-        unread: steps whose loss and gradient norm may stay on the device before the host reads them all at once. A read
-            waits for all launched work; a CPU has none queued, so it reads every step.
-        reads_masks: True if a mask is inspected for whether it masks anything, so that attention can drop it: free on a
-            CPU, a synchronisation on a GPU, where the host's knowledge of the rows is used instead.
-        judged_tokens: tokens of documents evaluated at once, if more would be slower: on a CPU activations leave the
-            caches (the shipped decoder on rows of 200 tokens: 8 at a time take .71 of the time of 32); None: any
-            number.
+    kind: device type; also torch's name of it for autocast and process groups.
+    bf16: True if its matrix units take bf16. Not meaningful for a CPU, whose rates are measured.
+    sums: dtype of long sums, as of a loss over tokens: float64 is free on a CPU but runs at 1/64 of the rate on a GPU.
+    short_products: True if bf16 attention over short rows uses batched products
+        (`flatshift.finetune.compute.numerics.attention_kernel`).
+    fused_optimizer: True if torch's AdamW updates all tensors in one pass.
+    pinned: True if host memory can be pinned, so that copies to the device are asynchronous.
+    pages: True if it can page host memory in, which paged optimizer states and offloaded shards need.
+    unread: steps whose loss and gradient norm may stay on the device before the host reads them all at once. A read
+        waits for all launched work; a CPU has none queued, so it reads every step.
+    reads_masks: True if a mask is inspected for whether it masks anything, so that attention can drop it: free on a
+        CPU, a synchronisation on a GPU, where the host's knowledge of the rows is used instead.
+    judged_tokens: tokens of documents evaluated at once, if more would be slower: on a CPU activations leave the caches
+        (the shipped decoder on rows of 200 tokens: 8 at a time take .71 of the time of 32); None: any number.
     """
 
     kind: Literal["cpu", "cuda"]
@@ -51,11 +48,6 @@ class Capabilities:
     unread: int
     reads_masks: bool
     judged_tokens: int | None
-
-    @property
-    def autocast(self) -> str:
-        """Device type for `torch.autocast`."""
-        return self.kind
 
 
 CPU = Capabilities(

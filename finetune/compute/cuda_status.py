@@ -29,13 +29,12 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 class CudaStatus:
     """Facts about CUDA on this machine.
 
-    Args:
-        torch: its version.
-        built_for: `CUDA 12.8`, `ROCm 6.4`; None for a build with neither.
-        driver: True if an NVIDIA driver is installed.
-        visible: CUDA_VISIBLE_DEVICES; None if it is not set.
-        count: devices that torch sees.
-        init_error: torch's error when initialising CUDA; empty if it succeeds or was not tried.
+    torch: its version.
+    built_for: `CUDA 12.8`, `ROCm 6.4`; None for a build with neither.
+    driver: True if an NVIDIA driver is installed.
+    visible: CUDA_VISIBLE_DEVICES; None if it is not set.
+    count: devices that torch sees.
+    init_error: torch's error when initialising CUDA; empty if it succeeds or was not tried.
     """
 
     torch: str

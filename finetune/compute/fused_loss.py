@@ -189,10 +189,9 @@ def choose_loss_kernel(
 ) -> Head | None:
     """Return `head` with the kernel for the stage's loss; collective on a mesh, where all ranks choose the same.
 
-    Args:
-        batches: the kernels are tried on this rank's first micro-batch.
-        folder: directory of the stage, where the choice is stored.
-        log: receives one line with the choice and its reason.
+    batches: the kernels are tried on this rank's first micro-batch.
+    folder: directory of the stage, where the choice is stored.
+    log: receives one line with the choice and its reason.
     """
     if head is None or head.cap is not None or not is_cuda(engine.device) or engine.world.width("tp", "pp", "cp") > 1:
         return head

@@ -49,12 +49,6 @@ class Batch(Protocol):
     def labels(self) -> Tensor: ...
 
 
-def _target_indices(batch: Batch) -> Tensor | None:
-    """Return the indices of the target tokens, if the host computed them
-    (`flatshift.finetune.compute.micro_batch.MicroBatch.chosen`)."""
-    return getattr(batch, "chosen", None)
-
-
 _Any = TypeVar("_Any")
 
 
@@ -148,11 +142,10 @@ def weigh_by_probability(terms: Tensor) -> Tensor:
 def loss_sum(logits: Tensor, labels: Tensor, *, task: LossTask, chosen: Tensor | None = None) -> Tensor:
     """Return the loss summed over target items, float32 scalar: cross entropy in nats, or the task's `example_losses`.
 
-    Args:
-        logits: [B, T, V] (`traits.causal`: position t predicts the label at t + 1; else the label at t) or [B, C]
-            (`task.traits.is_sequence_level`).
-        labels: [B, T] with -100 where there is no target, or in the form the task expects.
-        chosen: indices of the targets among the B·T labels, if known.
+    logits: [B, T, V] (`traits.causal`: position t predicts the label at t + 1; else the label at t) or [B, C]
+        (`task.traits.is_sequence_level`).
+    labels: [B, T] with -100 where there is no target, or in the form the task expects.
+    chosen: indices of the targets among the B·T labels, if known.
     """
     if task.traits.is_sequence_level:
         return task.example_losses(logits, labels).sum()
@@ -176,10 +169,10 @@ def batch_loss(model: nn.Module, batch: Batch, *, task: LossTask, head: Head | N
     if head is None:
         with attention_kernel(batch.inputs), packed_attention.packed_batch(batch) as inputs:
             logits = model(**inputs).logits
-        return loss_sum(logits, batch.labels, task=task, chosen=_target_indices(batch))
+        return loss_sum(logits, batch.labels, task=task, chosen=getattr(batch, "chosen", None))
 
     def cost(hidden: Tensor) -> Tensor:
-        rows, targets = select_targets(hidden, batch.labels, task, _target_indices(batch))
+        rows, targets = select_targets(hidden, batch.labels, task, getattr(batch, "chosen", None))
         loss = head.cross_entropy(rows, targets, smoothing=task.smoothing, by_probability=task.dft)
         return head.as_output(loss)
 
@@ -229,9 +222,8 @@ def add_reference(
     The reference is the base model (adapter off, no dropout). The drift is the mean over all mismatched rows of log p
     minus the base model's, clamped at 0 (KTO, arXiv 2402.01306, §4.1), at the current weights.
 
-    Args:
-        precision: context of each forward pass.
-        add: sums a tensor over the ranks that have other rows of the step.
+    precision: context of each forward pass.
+    add: sums a tensor over the ranks that have other rows of the step.
     """
 
     def log_probs(micro: MicroBatch) -> Tensor:
@@ -416,7 +408,7 @@ def linear_cross_entropy(
     Logits exist for one slice of rows at a time, in the forward pass only, where the gradient (softmax − onehot) W is
     computed as well: the backward pass is one scaling. Under autocast the products are in its precision.
     """
-    device = capabilities(hidden.device).autocast
+    device = capabilities(hidden.device).kind
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
     return _LinearCrossEntropy.apply(hidden, linear.weight, linear.bias, targets, smoothing, cap)
@@ -424,7 +416,7 @@ def linear_cross_entropy(
 
 def linear_cross_entropies(hidden: Tensor, linear: nn.Linear, targets: Tensor, *, cap: float | None = None) -> Tensor:
     """Return the terms of `linear_cross_entropy`, one per row, float32 (n,)."""
-    device = capabilities(hidden.device).autocast
+    device = capabilities(hidden.device).kind
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
     return _LinearCrossEntropies.apply(hidden, linear.weight, linear.bias, targets, cap)
@@ -442,7 +434,7 @@ def _sliced_nll(
     """Yield −log p (rows, 1) of each slice of rows, smoothed or soft-capped; write ∂/∂hidden into `gradient` if
     given."""
     assert cap is None or not smoothing
-    device = capabilities(hidden.device).autocast
+    device = capabilities(hidden.device).kind
     weight = weight.to(hidden.dtype)
     bias = None if bias is None else bias.to(hidden.dtype)
     vocabulary, is_wide = len(weight), hidden.dtype == torch.float32

@@ -55,10 +55,9 @@ class MatmulRates:
     """Rates of a CPU in float32 and in bf16, FLOP/s of one product (n inputs to m outputs, NN as in every backward
     pass).
 
-    Args:
-        rows: of that product; fewer than in `PRODUCT` if bf16 is clearly slow.
-        block: time of a LoRA block's forward and backward pass in float32 ÷ in bf16, the geometric mean of half-full
-            and full rows; None if the product alone decided.
+    rows: of that product; fewer than in `PRODUCT` if bf16 is clearly slow.
+    block: time of a LoRA block's forward and backward pass in float32 ÷ in bf16, the geometric mean of half-full and
+        full rows; None if the product alone decided.
     """
 
     fp32: float

@@ -17,13 +17,12 @@ class PreferenceTargets:
 
     Pairs are in the order chosen, rejected, chosen, rejected, …
 
-    Args:
-        signs: (R,) float32: 1 for a chosen or desirable answer, −1 for a rejected or undesirable one.
-        lengths: (R,) float32: number of target tokens.
-        paired: True if rows are pairs of answers to one prompt.
-        mismatched: the same prompts, each with an answer to the prompt of another example of the optimizer step (KTO).
-        reference: (R,) float32: log p of each answer under the base model; None: not computed yet, or not needed.
-        drift: scalar: divergence from the base model in nats per answer, over the whole optimizer step (KTO's z0).
+    signs: (R,) float32: 1 for a chosen or desirable answer, −1 for a rejected or undesirable one.
+    lengths: (R,) float32: number of target tokens.
+    paired: True if rows are pairs of answers to one prompt.
+    mismatched: the same prompts, each with an answer to the prompt of another example of the optimizer step (KTO).
+    reference: (R,) float32: log p of each answer under the base model; None: not computed yet, or not needed.
+    drift: scalar: divergence from the base model in nats per answer, over the whole optimizer step (KTO's z0).
     """
 
     signs: Tensor

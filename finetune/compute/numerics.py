@@ -174,4 +174,4 @@ def forward_precision(device: torch.device | str, dtype: torch.dtype | None) -> 
     """Return autocast to `dtype` on the device; with None, a null context."""
     if dtype is None:
         return contextlib.nullcontext()
-    return torch.autocast(capabilities(device).autocast, dtype=dtype)
+    return torch.autocast(capabilities(device).kind, dtype=dtype)

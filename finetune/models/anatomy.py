@@ -151,9 +151,8 @@ def describe_prefix(model: Any) -> str:
 class ModelParts:
     """Parts of a model, as modules.
 
-    Args:
-        causal: backbone with its head, without the PEFT wrapper.
-        base: backbone without its head; `causal` itself if the family has no such module.
+    causal: backbone with its head, without the PEFT wrapper.
+    base: backbone without its head; `causal` itself if the family has no such module.
     """
 
     causal: Any

@@ -49,14 +49,12 @@ _WIDE = {"F32", "F16", "F64"}
 def gguf_directory(name: str, file: Path, roots: Sequence[Path] = ()) -> Path:
     """Return the model directory converted from a GGUF file, converting it first if it is not in the cache.
 
-    Args:
-        name: the backbone's name, for messages.
-        file: path of the whole file or of the first split; it may exist in parts only.
-        roots: directories in which the file or its parts may lie at any depth; none: beside `file`.
+    name: the backbone's name, for messages.
+    file: path of the whole file or of the first split; it may exist in parts only.
+    roots: directories in which the file or its parts may lie at any depth; none: beside `file`.
 
-    Raises:
-        UserError: no such file, a part is missing, another format, damaged, an architecture or quantisation that is not
-            converted, no tokenizer, no space or memory, or the package `gguf` is not installed.
+    Raises UserError: no such file, a part is missing, another format, damaged, an architecture or quantisation that is
+    not converted, no tokenizer, no space or memory, or the package `gguf` is not installed.
     """
     files = find_gguf_files(name, file, roots)
     state = [[str(path), stat.st_size, stat.st_mtime_ns] for path in files for stat in [path.stat()]]

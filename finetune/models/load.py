@@ -46,22 +46,20 @@ def load_backbone(
 ) -> PreTrainedModel:
     """Load the backbone for `task` on `device` with every parameter frozen and the key-value cache off.
 
-    Args:
-        num_labels: width of the head (Classify); by default the number of `label_names`.
-        label_names: class names in head order, stored in the config.
-        precision: dtype that the whole backbone is cast to while it is read (`auto`: the faster one on `device`); the
-            adapter attached later is float32 in either case.
-        narrow: store its weights in bf16 regardless and widen each when it is used
-            (`flatshift.finetune.compute.precision`).
-        quantization: store its linear layers in 4 or 8 bits (`flatshift.finetune.models.quantize`).
-        dropout: its own dropout rates during training; None for those of config.json.
+    num_labels: width of the head (Classify); by default the number of `label_names`.
+    label_names: class names in head order, stored in the config.
+    precision: dtype that the whole backbone is cast to while it is read (`auto`: the faster one on `device`); the
+        adapter attached later is float32 in either case.
+    narrow: store its weights in bf16 regardless and widen each when it is used
+        (`flatshift.finetune.compute.precision`).
+    quantization: store its linear layers in 4 or 8 bits (`flatshift.finetune.models.quantize`).
+    dropout: its own dropout rates during training; None for those of config.json.
 
     The names of parameters that the checkpoint lacks (a new head) are stored in `model.new_parameters`;
     `attach_adapter` initialises and trains them. The global random state is not touched.
 
-    Raises:
-        UserError: as `open_backbone`; or transformers has no class of this task for it; or weights are missing; or it
-            cannot be quantised, is already quantised, or bitsandbytes is missing.
+    Raises UserError: as `open_backbone`; or transformers has no class of this task for it; or weights are missing; or
+    it cannot be quantised, is already quantised, or bitsandbytes is missing.
     """
     check_available(quantization)
     backbone = open_backbone(name)

@@ -83,9 +83,8 @@ def empty_model(
     """Build the model of transformers' class `auto` for a backbone, in evaluation mode, parameters on meta, weights
     tied.
 
-    Args:
-        dropout: as in `load_backbone`.
-        options: config settings that differ from config.json.
+    dropout: as in `load_backbone`.
+    options: config settings that differ from config.json.
     """
     from accelerate import init_empty_weights
     from transformers import GenerationConfig

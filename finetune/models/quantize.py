@@ -97,9 +97,8 @@ def loading_options(
 ) -> dict[str, Any]:
     """Return the additional arguments of `from_pretrained`.
 
-    Args:
-        skeleton: the model on meta (`flatshift.finetune.models.meta.build_skeleton`).
-        dtype: of the computation, and of everything not quantised.
+    skeleton: the model on meta (`flatshift.finetune.models.meta.build_skeleton`).
+    dtype: of the computation, and of everything not quantised.
 
     Raises UserError: no layer of the model can be quantised.
     """

@@ -53,8 +53,7 @@ def run(argv: list[str]) -> int:
         print_json({"folder": str(out), "compared": result})
         return 0
     print(out)
-    for line in comparison_lines(result):
-        print(line)
+    print(*comparison_lines(result), sep="\n")
     outcome.print_export_outcome(flags.run, out)
     return 0
 

@@ -42,8 +42,7 @@ def run(argv: list[str]) -> int:
             f"rounding to {dtype} moved merged weights by at most {rounding['largest']:.2g} "
             f"({rounding['relative']:.2g} of the largest in their row)"
         )
-    for line in comparison_lines(result):
-        print(line)
+    print(*comparison_lines(result), sep="\n")
     print(result["judgement"])
     if result["other_labels"]:
         print(f"{result['other_labels']} of these rows get another label by rounding; --dtype float32 keeps them all")

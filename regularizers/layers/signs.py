@@ -45,14 +45,13 @@ def _mix_int(word: int) -> int:
 
 
 def mix64(words: Tensor) -> Tensor:
-    """Apply SplitMix64's finaliser to int64 words, elementwise. The masks make the right shifts logical."""
-    words = (words ^ ((words >> 30) & ((1 << 34) - 1))) * to_int64(_M1)
-    words = (words ^ ((words >> 27) & ((1 << 37) - 1))) * to_int64(_M2)
-    return words ^ ((words >> 31) & ((1 << 33) - 1))
+    """Apply SplitMix64's finaliser to int64 words, elementwise."""
+    return mix64_(words.clone())
 
 
 def mix64_(words: Tensor) -> Tensor:
-    """Apply `mix64` in place, for many words: otherwise half of the time is spent on memory."""
+    """Apply `mix64` in place, for many words: otherwise half of the time is spent on memory. The masks make the right
+    shifts logical."""
     shifted = words >> 30
     words.bitwise_xor_(shifted.bitwise_and_((1 << 34) - 1)).mul_(to_int64(_M1))
     torch.bitwise_right_shift(words, 27, out=shifted)

@@ -182,22 +182,6 @@ class GGPORegularizer(AttachedRegularizer):
         for group, (q, took_part) in zip(self._groups, sketches, strict=True):
             group.average_sketch(q, took_part, (broken == 0).to(group.device))
 
-    def perturbations(self, sample: int = 0, samples: int = 1) -> dict[str, Tensor]:
-        """Return the dense ε (m, n) of every layer: for tests and diagnostics, inside a step only.
-
-        If each micro-batch has its own noise, that of the current one; if each sample has, that of sample number
-        `sample` of this process's `samples`.
-        """
-        noise = {}
-        for group in self._groups:
-            for branch in group.branches:
-                if branch.noise_out is not None and branch.noise_in is not None:
-                    out = branch.noise_out
-                    if branch.signs is not None:
-                        out = out * branch.signs(torch.empty(samples, 1))[sample]
-                    noise[branch.site.name] = out @ branch.noise_in.T
-        return noise
-
     def metric_tensors(self) -> MetricTensors:
         """Return the metrics of the last step.
 

@@ -295,14 +295,6 @@ class LayerMomentumRegularizer(MomentumRegularizer):
     def _average_names(self) -> list[str]:
         return [f"{self._prefix}average.{branch.site.name}" for branch in self._branches]
 
-    def perturbations(self) -> dict[str, Tensor]:
-        """Return the dense ε (m, n) of every layer: for tests and diagnostics, inside a step only."""
-        return {
-            branch.site.name: branch.noise_out @ branch.noise_in.T
-            for branch in self._branches
-            if branch.noise_out is not None and branch.noise_in is not None
-        }
-
 
 def _update_factors(
     site: LoraSite, values: Mapping[str, Tensor], direction: Mapping[str, Tensor]

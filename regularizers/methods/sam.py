@@ -6,16 +6,14 @@
 and the optimizer uses the gradient at w + ε. Norms are over all of w: all layers, and all processes of a mesh.
 LoRA-SAM, w = θ = all A and B: in the merged weight it moves by about c [BBᵀG + GAᵀA], so while B is small almost only
 inside the row space of A (Bi-LoRA, arXiv 2508.19564, §3). SAM over the merged weights W' has no such restriction and
-costs a dense gradient: see `WeightSAM`. Unlike the published code (davda54/sam) neither needs a closure, nor breaks
-accumulation or loss scaling.
+costs a dense gradient: see `WeightSAM`.
 
 `TwoPassRegularizer` is the shared frame: a first pass at the weights, a second one at the perturbed weights (the loop:
-`flatshift.regularizers.protocol`).
-
-Between the passes the first one's gradients are read and removed, so `.grad` ends as the second one's alone: no
-closure, and whatever scales, clips or unscales gradients does it once, after the step, as for plain training. A pass is
-all micro-batches of the step, so accumulation is right by construction. Dropout should use the same masks in both
-passes, so that they evaluate the same function: our loop and `TwoPassMixin` ensure this.
+`flatshift.regularizers.protocol`). Between them the first one's gradients are read and removed, so `.grad` ends as the
+second one's alone: unlike the published code (davda54/sam), this needs no closure, and whatever scales, clips or
+unscales gradients does it once, after the step, as for plain training. A pass is all micro-batches of the step, so
+accumulation is right. Dropout should use the same masks in both passes, so that they evaluate the same function: our
+loop and `TwoPassMixin` ensure this.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flatshift.regularizers.config import ASAM, SAM, LoraSAM, RegularizerError
-from flatshift.regularizers.layers.adapters import AdapterParameters, local_tensor
+from flatshift.regularizers.layers.adapters import AdapterParameters
 from flatshift.regularizers.layers.forward import ForwardSwap, find_whole_layers
 from flatshift.regularizers.layers.frozen import accumulation_dtype
 from flatshift.regularizers.layers.fused import unsafe_reshape
@@ -79,11 +77,7 @@ class TwoPassRegularizer(AttachedRegularizer):
     def _gradient_norm(self, loss_scale: float) -> Tensor:
         """Return |∂L/∂θ| of the current gradients, float64 (). Collective."""
         assert self._theta is not None
-        gradients = {
-            name: torch.zeros_like(local_tensor(p)) if p.grad is None else local_tensor(p.grad)
-            for name, p in self._theta.parameters.items()
-        }
-        return self._theta.squared_norm(gradients).sqrt() / loss_scale
+        return self._theta.squared_norm(self._theta.gradients()).sqrt() / loss_scale
 
     @contextmanager
     def step(self, t: int, *, loss_scale: float = 1.0) -> Iterator[Iterable[int]]:

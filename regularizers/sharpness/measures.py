@@ -16,6 +16,7 @@ two-dimensional, along filter-normalised random directions (Li et al., 1712.0991
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -57,18 +58,16 @@ class Estimate:
 
     def as_dict(self) -> dict[str, float | int | None]:
         """Return {value, low, high, n}, as in eval.json; a number that is not finite becomes None."""
+        return {"value": _finite(self.value), "low": _finite(self.low), "high": _finite(self.high), "n": self.n}
 
-        def number(value: float | None) -> float | None:
-            return value if value is not None and math.isfinite(value) else None
 
-        return {"value": number(self.value), "low": number(self.low), "high": number(self.high), "n": self.n}
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def standard_error(draws: Sequence[float]) -> float:
     """Return the standard error of the mean of at least two independent draws."""
-    n = len(draws)
-    mean = math.fsum(draws) / n
-    return math.sqrt(math.fsum((draw - mean) ** 2 for draw in draws) / (n - 1) / n)
+    return statistics.stdev(draws) / math.sqrt(len(draws))
 
 
 Product = Callable[[Tensor], Tensor]
@@ -165,10 +164,8 @@ def lanczos(product: Product, start: Tensor, *, steps: int, tolerance: float = 1
             for q in basis:
                 w.sub_(q, alpha=dot(w, q))
         off = norm(w)
-        tridiagonal = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
-        for i, value in enumerate(off_diagonal):
-            tridiagonal[i, i + 1] = tridiagonal[i + 1, i] = value
-        values, vectors = torch.linalg.eigh(tridiagonal)
+        middle, beside = (torch.tensor(entries, dtype=torch.float64) for entries in (diagonal, off_diagonal))
+        values, vectors = torch.linalg.eigh(middle.diag() + beside.diag(1) + beside.diag(-1))
         scale = float(values.abs().max())
         residuals = off * vectors[-1].abs()
         if off <= 1e-12 * scale or float(residuals[-1]) <= tolerance * abs(float(values[-1])):
@@ -252,7 +249,7 @@ class LossGrid:
 
     def as_dict(self) -> dict[str, Any]:
         """Return {at, losses}; a loss that is not finite becomes None."""
-        return {"at": self.at, "losses": [[v if math.isfinite(v) else None for v in row] for row in self.losses]}
+        return {"at": self.at, "losses": [list(map(_finite, row)) for row in self.losses]}
 
 
 def grid_points(points: int, reach: float) -> list[float]:
@@ -316,8 +313,7 @@ class SharpnessResult:
             },
             "slices": slices,
             "about": {
-                space: {name: value if math.isfinite(value) else None for name, value in about.items()}
-                for space, about in self.about.items()
+                space: {name: _finite(value) for name, value in about.items()} for space, about in self.about.items()
             },
         }
 

@@ -22,6 +22,7 @@ from tests.support.regularizer_models import (
     fitted,
     gradients,
     loss_of,
+    perturbations,
     tiny_gpt2,
     tiny_llama,
     tokens,
@@ -87,7 +88,7 @@ def test_loss_and_all_gradients_equal_autograd_through_dense_noise(case: str, mo
     plain_loss, _, plain_grads = run(model, embeddings(ids), ids)
     regularizer = build(GGPO(sigma=0.3)).attach(model, seed=1, total_steps=2)
     with regularizer.step(0):
-        noise = regularizer.perturbations()
+        noise = perturbations(regularizer)
         loss, dx, grads = run(model, embeddings(ids), ids)
     assert len(calls) == (len(noise) if fused else 0)
     regularizer.detach()
@@ -105,7 +106,7 @@ def test_dora_gets_the_branch_on_its_output() -> None:
     model, ids = llama(use_dora=True)(), tokens()
     regularizer = build(GGPO(sigma=0.3)).attach(model, seed=1, total_steps=2)
     with regularizer.step(0):
-        noise = regularizer.perturbations()
+        noise = perturbations(regularizer)
         loss, dx, grads = run(model, embeddings(ids), ids)
     regularizer.detach()
     twin = copy.deepcopy(model)
@@ -125,7 +126,7 @@ def test_sigma_is_the_noise_over_the_signal_of_a_layer() -> None:
     power: dict[str, Tensor] = {}
     for t in range(100):
         with regularizer.step(t):
-            for name, epsilon in regularizer.perturbations().items():
+            for name, epsilon in perturbations(regularizer).items():
                 power[name] = power.get(name, torch.zeros(())) + epsilon.square().sum(1) / 100
     state = regularizer.state_dict()
     for name, mean in power.items():
@@ -141,7 +142,7 @@ def test_a_trained_base_weight_gets_its_gradient_too() -> None:
 
     regularizer = build(GGPO(sigma=0.3)).attach(model, seed=1, total_steps=2)
     with regularizer.step(0):
-        noise, parameters = regularizer.perturbations(), unfrozen(model)
+        noise, parameters = perturbations(regularizer), unfrozen(model)
         grads = torch.autograd.grad(loss_of(model, ids), list(parameters.values()))
     twin = densely_perturbed(model, noise)
     dense = torch.autograd.grad(loss_of(twin, ids), list(unfrozen(twin).values()))
@@ -212,7 +213,7 @@ def test_sketch_is_unbiased_at_the_perturbed_point(near_convergence: bool) -> No
     for t in range(50):
         clear(model)
         with regularizer.step(t):
-            noise = regularizer.perturbations()
+            noise = perturbations(regularizer)
             loss_of(model, ids).backward()
         state = regularizer.state_dict()
         for name, weight in base_weights(model).items():
@@ -249,7 +250,7 @@ def loss_rises(
     rises, mean_gradient = [], torch.zeros(sum(p.numel() for p in parameters))
     for t in range(pairs):
         with regularizer.step(t):
-            noise = regularizer.perturbations()
+            noise = perturbations(regularizer)
             norms = {name: regularizer.state_dict()[f"{name}.norms"] for name in noise}
         if dense:
             noise = {

@@ -16,7 +16,16 @@ from torch import Tensor
 
 from flatshift.regularizers import GGPO, build
 from flatshift.regularizers.layers.sites import find_lora_sites
-from tests.support.regularizer_models import clear, densely_perturbed, gradients, loss_of, tiny_llama, tokens, with_lora
+from tests.support.regularizer_models import (
+    clear,
+    densely_perturbed,
+    gradients,
+    loss_of,
+    perturbations,
+    tiny_llama,
+    tokens,
+    with_lora,
+)
 
 INVOCATION = 5
 """The token from whose last occurrence on an aLoRA adapter is active."""
@@ -87,7 +96,7 @@ def test_a_variant_with_the_branch_is_the_variant_on_a_dense_noisy_weight(name: 
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     regularizer: Any = build(GGPO(sigma=0.3)).attach(model, seed=1, total_steps=2)
     with regularizer.step(0):
-        noise = regularizer.perturbations()
+        noise = perturbations(regularizer)
         loss, grads = step(model)
     assert regularizer.metrics()["perturbed_layers"] == len(noise) == 14
     regularizer.detach()
@@ -111,7 +120,7 @@ def test_norms_and_loss_are_those_of_the_merged_weight(name: str) -> None:
     regularizer: Any = build(GGPO(sigma=0.3)).attach(model, seed=1, total_steps=2)
     with regularizer.step(0), torch.no_grad():
         loss = loss_of(model, ids())
-        for layer, epsilon in regularizer.perturbations().items():
+        for layer, epsilon in perturbations(regularizer).items():
             merged.get_submodule(layer.removeprefix(prefix)).weight.add_(epsilon)
     with torch.no_grad():
         assert torch.allclose(loss, loss_of(merged, ids()), rtol=1e-9)
@@ -130,7 +139,7 @@ def test_under_autocast_the_step_is_that_of_dense_noise_up_to_rounding(backbone:
         parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else backbone)
     regularizer: Any = build(GGPO(sigma=0.2)).attach(model, seed=1, total_steps=2)
     with regularizer.step(0):
-        noise = regularizer.perturbations()
+        noise = perturbations(regularizer)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             clear(model)
             loss = loss_of(model, ids())

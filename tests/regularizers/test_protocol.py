@@ -13,7 +13,7 @@ from torch import nn
 from flatshift.regularizers import GGPO, Plain, PlainRegularizer, RegularizerError, build
 from flatshift.regularizers.mesh import Placement
 from flatshift.regularizers.methods.ggpo import GGPORegularizer
-from tests.support.regularizer_models import clear, gradients, loss_of, tiny_llama, tokens, with_lora
+from tests.support.regularizer_models import clear, gradients, loss_of, perturbations, tiny_llama, tokens, with_lora
 
 
 def traces(model: nn.Module) -> dict[str, list[str]]:
@@ -93,7 +93,7 @@ def test_a_model_with_lora_on_embeddings_only_is_refused_and_mixed_is_reported(c
         "unperturbed"
     ]
     with regularizer.step(0):
-        assert list(regularizer.perturbations()) == [
+        assert list(perturbations(regularizer)) == [
             f"base_model.model.model.layers.{i}.self_attn.q_proj" for i in range(2)
         ]
     assert regularizer.metrics()["perturbed_layers"] == 2 and regularizer.metrics()["layers_left_alone"] == 1

@@ -10,6 +10,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from flatshift.regularizers.methods.ggpo import GGPORegularizer
+from flatshift.regularizers.methods.momentum import LayerMomentumRegularizer
+
 VOCABULARY = 48
 
 
@@ -122,3 +125,25 @@ def densely_perturbed(model: Any, noise: dict[str, Tensor], sign: float = 1.0) -
         stored_transposed = type(twin.get_submodule(name).base_layer).__name__ == "Conv1D"
         weight.data += epsilon.T if stored_transposed else epsilon
     return twin
+
+
+def perturbations(
+    regularizer: GGPORegularizer | LayerMomentumRegularizer, sample: int = 0, samples: int = 1
+) -> dict[str, Tensor]:
+    """Return the dense ε (m, n) of every layer, inside a step only.
+
+    If each micro-batch has its own noise, that of the current one; if each sample has, that of sample number `sample`
+    of this process's `samples`.
+    """
+    if isinstance(regularizer, GGPORegularizer):
+        branches = [branch for group in regularizer._groups for branch in group.branches]
+    else:
+        branches = regularizer._branches
+    noise = {}
+    for branch in branches:
+        if branch.noise_out is not None and branch.noise_in is not None:
+            out = branch.noise_out
+            if branch.signs is not None:
+                out = out * branch.signs(torch.empty(samples, 1))[sample]
+            noise[branch.site.name] = out @ branch.noise_in.T
+    return noise

@@ -7,11 +7,14 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from flatshift.experiments.results.cells import FORMAT
 from flatshift.experiments.results.run import read_run
+from flatshift.experiments.results.table import SweepTable, metric_interval
+from flatshift.experiments.statistics.intervals import Interval
 
 
 def cells(folder: Path, rows: list[dict[str, Any]], grid: dict[str, Any] | None, **plan: Any) -> Any:
@@ -26,6 +29,12 @@ def cells(folder: Path, rows: list[dict[str, Any]], grid: dict[str, Any] | None,
             plan = {"cells": points * plan["seeds"], **plan}
         (folder / "sweep.json").write_text(json.dumps({"format": FORMAT, "recipe": "r", "grid": grid, **plan}))
     return read_run(folder).sweep
+
+
+def mean_at(table: SweepTable, column: str, setting: dict[str, Any]) -> Interval | None:
+    """The interval over the finished rows of a setting; None if there are none."""
+    values = table.column(column)[table.rows(setting)]
+    return metric_interval(column, values[np.isfinite(values)])
 
 
 def rows(

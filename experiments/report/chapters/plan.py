@@ -67,7 +67,7 @@ def _mesh_section(layouts: Sequence[Mapping[str, Any]], best: int) -> Section:
     others = [layout for layout in layouts if not layout["fits"]]
     rows = [
         {
-            "mesh": layout["name"] + _mesh_remark(layout, layouts[best]),
+            "mesh": layout["name"] + (" (chosen)" if layout is layouts[best] and layout["fits"] else ""),
             "rows × micro": f"{layout['batch_size']} × {layout['accumulate']}",
             "recompute": layout["checkpointing"],
             "GiB": f"{layout['allocated_gib']:.2f}",
@@ -85,7 +85,3 @@ def _mesh_section(layouts: Sequence[Mapping[str, Any]], best: int) -> Section:
     if len(rows) < len(layouts):
         lead += f" {len(rows)} are shown; --json has all."
     return Section("Meshes", [Table.of(rows, words=("mesh", "recompute"))], lead)
-
-
-def _mesh_remark(layout: Mapping[str, Any], best: Mapping[str, Any]) -> str:
-    return " (chosen)" if layout is best and layout["fits"] else ""

@@ -182,6 +182,11 @@ def is_signal(error: Interrupted) -> bool:
     return error.__cause__ is None or isinstance(error.__cause__, KeyboardInterrupt)
 
 
+def last_line(error: Exception) -> str:
+    """Return the last line of a library's error: the reason, after its traceback."""
+    return str(error).strip().rpartition("\n")[2]
+
+
 @dataclass(frozen=True)
 class StudyInputs:
     """Code and data that a cell's result depends on; a worker elsewhere must have the same."""

@@ -28,7 +28,7 @@ from flatshift.experiments.recipe.schema import ExecutorOptions
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.run.ray_cluster import count_room, ray_cluster
 from flatshift.experiments.studies.cell import Cell
-from flatshift.experiments.studies.executors import POLL_S, Resources, StudyInputs
+from flatshift.experiments.studies.executors import POLL_S, Resources, StudyInputs, last_line
 from flatshift.experiments.studies.executors import slurm as slurm_jobs
 from flatshift.experiments.studies.queue import parse_executor
 from flatshift.finetune.atomic import make_directory, read_json_object, write_json
@@ -387,8 +387,7 @@ def _run_on_ray(ray: Any, job: RankJob, retries: int) -> list[RankEnd]:
         if isinstance(failure, (ControllerError, ray.exceptions.RayError)):
             raise failure
     except (ControllerError, ray.exceptions.RayError) as error:
-        reason = str(error).strip().rpartition("\n")[2]
-        problem = f"a Ray worker cannot run a rank: {reason}; install the same flatshift on every node"
+        problem = f"a Ray worker cannot run a rank: {last_line(error)}; install the same flatshift on every node"
         raise UserError(problem) from error
     ends = [state.ends[rank] if failure is None else state.ends.get(rank, RankEnd(0)) for rank in range(job.size)]
     if failure is not None and not any(end.code for end in ends):

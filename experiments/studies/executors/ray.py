@@ -25,6 +25,7 @@ from flatshift.experiments.studies.executors import (
     RunCell,
     StudyInputs,
     is_signal,
+    last_line,
 )
 from flatshift.finetune.atomic import atomic_directory
 from flatshift.finetune.errors import Interrupted, UserError
@@ -129,7 +130,7 @@ class RayExecutor(Executor):
             result: CellFiles = self._ray.get(reference)
         except errors.RayTaskError as error:
             raise UserError(
-                f"a Ray worker cannot run a cell: {_last_line(error)}; install the same flatshift on every node"
+                f"a Ray worker cannot run a cell: {last_line(error)}; install the same flatshift on every node"
             ) from error
         except errors.RayError as error:
             # Ray has tried it again by itself.
@@ -158,7 +159,3 @@ class RayExecutor(Executor):
             for reference in self._tasks:
                 self._ray.cancel(reference, force=True)
         self._tasks.clear()
-
-
-def _last_line(error: Exception) -> str:
-    return str(error).strip().rpartition("\n")[2]

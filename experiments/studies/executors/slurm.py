@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from flatshift.experiments.studies.executors import (
     RunCell,
     StudyInputs,
     is_signal,
+    last_line,
 )
 from flatshift.finetune.atomic import make_directory, read_json_object, write_json
 from flatshift.finetune.errors import Interrupted, UserError
@@ -86,7 +87,7 @@ def submit_jobs(submit: Callable[[Any], Any], executor: Any, **parameters: Any) 
     try:
         return submit(executor)
     except (FailedJobError, FailedSubmissionError, OSError) as error:
-        raise UserError(f"--on slurm: sbatch refused the jobs: {_last_line(error)}") from error
+        raise UserError(f"--on slurm: sbatch refused the jobs: {last_line(error)}") from error
 
 
 class SlurmExecutor(Executor):
@@ -158,7 +159,7 @@ class SlurmExecutor(Executor):
             for cell in part:
                 self.discard_result(cell)
             job = CellJob(self.out.absolute(), self.run, self._resources.cpus)
-            submit = partial(_submit_array, job, part)
+            submit = methodcaller("map_array", job, part, [StudyInputs.of(cell) for cell in part])
             jobs = self._submit(submit, **self._parameters(part))
             self._running |= {cell.key: (cell, job) for cell, job in zip(part, jobs, strict=True)}
         self._continue_last(earlier.pop(_LAST, None), replaces=bool(new))
@@ -234,7 +235,7 @@ class SlurmExecutor(Executor):
                     cell, "lost", f"job {job.job_id}", ending, self.retries + 1, "give it a longer --time"
                 )
             if "the disk is full" in text:
-                raise Interrupted(_last_line(error)) from error
+                raise Interrupted(last_line(error)) from error
             return CellUpdate(cell, "lost", f"job {job.job_id}", f"ended in state {job.state}")
         if problem is not None:
             raise UserError(problem)
@@ -273,11 +274,3 @@ class SlurmExecutor(Executor):
 def is_pending(job: Any) -> bool:
     """Return True if Slurm still has a job of an earlier command, waiting or running."""
     return job.watcher.get_state(job.job_id, mode="force") != "UNKNOWN" and not job.done()
-
-
-def _last_line(error: Exception) -> str:
-    return str(error).strip().rpartition("\n")[2]
-
-
-def _submit_array(job: CellJob, cells: Sequence[Cell], executor: Any) -> Any:
-    return executor.map_array(job, cells, [StudyInputs.of(cell) for cell in cells])

@@ -7,19 +7,15 @@ the steps can account for it.
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from flatshift.experiments.results.cells import CELLS, CURVES, POINTS, read_result, result_metrics, unreached_status
+from flatshift.experiments.results.cells import CURVES, read_result, result_metrics, unreached_status
 from flatshift.experiments.studies.cell import Cell
 from flatshift.finetune.atomic import atomic_file
 from flatshift.finetune.train.trace.files import align_to_plan, read_trace, recorded_steps
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 _PROGRESS = ("stage", "attempt", "step", "tokens", "lr", "time_s", "record_s")
 """Keys of a trace line that describe its position, not a measurement."""
@@ -35,8 +31,10 @@ def write_table(out: Path, cells: Sequence[Cell], *, columns: Mapping[str, Row] 
     """
     import pyarrow.parquet as pq
 
+    from flatshift.experiments.results.sweep import concat_tables, rows_to_table, write_cells
+
     rows: list[Row] = []
-    finished, curves = ColumnTable(), ColumnTable()
+    curves = []
     for cell in cells:
         directory = out / "cells" / cell.key
         result = read_result(directory)
@@ -45,25 +43,19 @@ def write_table(out: Path, cells: Sequence[Cell], *, columns: Mapping[str, Row] 
         trace = read_trace(directory)
         axes = {key: _to_cell(value) for key, value in cell.point.items()}
         row = {"cell": cell.key, **axes, "seed": cell.seed}
-        for line in _planned_trace(cell, result, trace):
-            curves.add({**row, **line})
+        if lines := _planned_trace(cell, result, trace):
+            curves.append(rows_to_table([{**row, **line} for line in lines]))
         row |= (columns or {}).get(cell.key, {})
         row |= {key: result.get(key) for key in ("status", "reason", "seconds", "flatshift", "code")}
         rows.append(row | (_measured_metrics(result, trace) if result["status"] == "done" else {}))
-        finished.add(rows[-1])
     if not rows:
         return rows
-    with atomic_file(out / CELLS) as temporary:
-        pq.write_table(finished.table(), temporary)
-    if curves.rows:
+    write_cells(out, rows)
+    if curves:
         with atomic_file(out / CURVES) as temporary:
-            pq.write_table(curves.table(), temporary)
+            pq.write_table(concat_tables(curves, []), temporary)
     else:
         (out / CURVES).unlink(missing_ok=True)
-    with atomic_file(out / POINTS) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, finished.names, restval="")
-        writer.writeheader()
-        writer.writerows(rows)
     return rows
 
 
@@ -90,37 +82,6 @@ def _measured_metrics(result: Mapping[str, Any], trace: Sequence[Row]) -> Row:
     lines = trace[-1:] if best is None else [line for line in trace if line["step"] == best]
     row = {key: value for key, value in lines[-1].items() if key not in _PROGRESS} if lines else {}
     return row | result_metrics(result)
-
-
-class ColumnTable:
-    """Rows gathered column by column: names in order of appearance, missing values None."""
-
-    def __init__(self) -> None:
-        self._columns: dict[str, list[Any]] = {}
-        self.rows = 0
-
-    def add(self, row: Row) -> None:
-        """Add one row."""
-        for name, value in row.items():
-            column = self._columns.setdefault(name, [])
-            column += [None] * (self.rows - len(column))
-            column.append(value)
-        self.rows += 1
-
-    @property
-    def names(self) -> list[str]:
-        """Column names."""
-        return list(self._columns)
-
-    def table(self) -> pa.Table:
-        """Return the rows as a table; a column of mixed types becomes text."""
-        import pyarrow as pa
-
-        from flatshift.experiments.results.sweep import to_array
-
-        for column in self._columns.values():
-            column += [None] * (self.rows - len(column))
-        return pa.table({name: to_array(values) for name, values in self._columns.items()})
 
 
 def _to_cell(value: Any) -> Any:

@@ -16,7 +16,7 @@ from flatshift.experiments.results.sweep import SweepData, add_derived_metrics
 from flatshift.experiments.results.table import SweepTable, encode_column
 from flatshift.experiments.statistics.intervals import t_interval
 from tests.support import report_runs
-from tests.support.sweep_tables import cells, rows, words
+from tests.support.sweep_tables import cells, mean_at, rows, words
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_a_table_gives_what_loops_give(scattered):
         expected = {}
         for rank in (1, 4, 16):
             values = [r["test.loss"] for r in good if r["adapter.rank"] == rank and r["kind"] == kind]
-            assert table.at("test.loss", {"adapter.rank": rank, "kind": kind}) == (
+            assert mean_at(table, "test.loss", {"adapter.rank": rank, "kind": kind}) == (
                 t_interval(values, bounds=(0, math.inf)) if values else None
             )
             if values:
@@ -82,7 +82,7 @@ def test_sweep_means_threshold_and_failures(tmp_path):
     failed = {"cell": "x", "adapter.rank": 4, "seed": 9, "status": "failed", "reason": "no", "train.steps": 60}
     data = cells(tmp_path / "s", [*table, failed], {"adapter.rank": [1, 4, 16], "train.steps": [60]})
     assert data.axes == ("adapter.rank",) and data.fixed == {"train.steps": 60}
-    assert data.at("test.error", {"adapter.rank": 4}).n == 4 and data.done == 12
+    assert mean_at(data, "test.error", {"adapter.rank": 4}).n == 4 and data.done == 12
     assert SweepAnalysis(data).crossing("adapter.rank", {}).value == pytest.approx(4)
     assert [(f.cell, f.reason, f.seed) for f in data.failed] == [("x", "no", 9)]
     assert data.error_columns() == ("test.error", "train.error")
@@ -145,7 +145,7 @@ def test_errors_of_classes_are_shown_beside_the_commonest_class(tmp_path, shares
 def test_no_interval_of_a_loss_reaches_below_zero(tmp_path):
     table = [{**row, "test.loss": 0.001 * 9 ** row["seed"]} for row in rows({1: 0.01, 2: 0.0}, spread=0.02)]
     data = cells(tmp_path / "s", table, {"adapter.rank": [1, 2]})
-    assert [data.at(f"test.{name}", {"adapter.rank": 1}).low for name in ("loss", "error")] == [0.0, 0.0]
+    assert [mean_at(data, f"test.{name}", {"adapter.rank": 1}).low for name in ("loss", "error")] == [0.0, 0.0]
 
 
 def test_axes_without_a_plan_are_the_columns_that_are_no_figures(tmp_path):

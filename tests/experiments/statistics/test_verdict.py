@@ -48,7 +48,7 @@ def test_double_descent_needs_its_five_findings():
     curve = interpolating()
     verdict = determine_verdict(curve)
     assert verdict.kind == "double descent"
-    assert verdict.peak.location == (4,) and 8 < verdict.threshold < 16
+    assert verdict.peak.location == (4,) and 8 < verdict.crossing.value < 16
     for words in ("peak at rank 16", "first falls from", "crosses 0.1 at rank", "no peak by the same test"):
         assert words in text(verdict)
 
@@ -156,7 +156,7 @@ def test_a_right_end_that_is_fitted_no_more_is_told():
     bowl = np.array([0.23, 0.16, 0.09, 0.08, 0.2, 0.3, 0.4, 0.4, 0.4]) + 0 * curve.test
     for peaked in (curve, interpolating()):
         verdict = determine_verdict(replace(peaked, train_error=bowl))
-        assert verdict.crossing.fitted == "some" and verdict.threshold is None
+        assert verdict.crossing.fitted == "some" and verdict.crossing.value is None
         assert "No point has" not in text(verdict)
     assert "at some points only" in text(verdict)
 
@@ -164,7 +164,7 @@ def test_a_right_end_that_is_fitted_no_more_is_told():
 def test_sample_wise_curves_cross_upwards():
     curve = interpolating()
     verdict = determine_verdict(replace(curve, axis="rows", train_error=curve.train_error[:, ::-1]))
-    assert verdict.crossing.rising and 16 < verdict.threshold < 32 and verdict.kind == "double descent"
+    assert verdict.crossing.rising and 16 < verdict.crossing.value < 32 and verdict.kind == "double descent"
 
 
 def test_rates_of_verdicts():
@@ -194,7 +194,7 @@ def test_diverged_seeds_are_told_and_too_few_are_no_error():
     assert few.kind == "undecided" and few.peak is None and "at least 5 seeds" in text(few)
     four = determine_verdict(interpolating(seeds=4, height=20))
     assert four.kind == "undecided" and four.peak is None and "--seeds 5" in text(four)
-    assert four.threshold is not None
+    assert four.crossing.value is not None
 
 
 def training(mean: list[float], **tables) -> Curve:
@@ -318,15 +318,6 @@ def test_bad_curves_are_refused():
     for curve in (interpolating(), interpolating(seeds=2)):
         with pytest.raises(UserError, match=r"determine_verdict: level must be .* got 0\.7"):
             determine_verdict(curve, level=0.7)
-
-
-def test_thinning_keeps_columns_together():
-    steps = list(range(1, 101))
-    table = np.tile(np.arange(100.0), (3, 1))
-    thinned = Curve(axis="steps", values=steps, test=table, train_loss=table + 0.5).thinned()
-    assert len(thinned.values) == 10
-    np.testing.assert_array_equal(thinned.test[0], np.array(thinned.values) - 1)
-    np.testing.assert_array_equal(thinned.train_loss, thinned.test + 0.5)
 
 
 def test_statistics_never_import_torch():

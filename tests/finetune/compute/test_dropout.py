@@ -17,7 +17,7 @@ from flatshift.finetune.compute.capabilities import CUDA
 from flatshift.finetune.compute.dropout import KeyedDropout, with_query_offset
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.parallel.build import check_mesh_support
-from flatshift.regularizers.layers.signs import layer_uid, mix64, mix64_, step_id
+from flatshift.regularizers.layers.signs import layer_uid, step_id
 
 ROWS, TOKENS, WIDTH, HEADS = 6, 8, 24, 4
 
@@ -222,11 +222,6 @@ def test_masks_are_those_of_the_rule() -> None:
     with KeyedDropout({layer: "layer"}, 7).forward_pass(3, first_row=2, rows=2, tokens=3):
         mask = layer(torch.ones(2, 3, 7)) > 0
     assert mask.tolist() == [[[kept(r + 2, t, f) for f in range(7)] for t in range(3)] for r in range(2)]
-
-
-def test_mixing_in_place_gives_the_same_words() -> None:
-    words = torch.randint(-(2**62), 2**62, (1000,), generator=torch.Generator().manual_seed(0))
-    assert torch.equal(mix64_(words.clone()), mix64(words))
 
 
 def test_blocks_left_out_by_chance_are_refused_on_a_mesh() -> None:

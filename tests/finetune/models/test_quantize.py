@@ -30,6 +30,7 @@ from flatshift.regularizers.layers.frozen import is_quantised
 from flatshift.regularizers.layers.sites import find_lora_sites
 from tests.support.commands import flags
 from tests.support.finetune_models import save_backbone
+from tests.support.regularizer_models import perturbations
 
 HERE = importlib.util.find_spec("bitsandbytes") is not None
 needs_package = pytest.mark.skipif(not HERE, reason="needs the extra `quant` (bitsandbytes)")
@@ -129,7 +130,7 @@ def test_loss_and_gradients_equal_dense_noise_on_the_dequantised_values(
     plain, _ = loss_and_gradients(model)
     regularizer: Any = build(GGPO(sigma=0.3)).attach(model, seed=1, total_steps=2)
     with regularizer.step(0):
-        noise = regularizer.perturbations()
+        noise = perturbations(regularizer)
         loss, gradients = loss_and_gradients(model)
     regularizer.detach()
     assert abs(float(loss - plain)) > 1e-3  # the noise is there
@@ -150,7 +151,7 @@ def test_noise_has_the_covariance_of_dense_noise_on_the_dequantised_rows(sources
     draws = []
     for t in range(200):
         with regularizer.step(t):
-            draws.append(regularizer.perturbations()[name].double())
+            draws.append(perturbations(regularizer)[name].double())
     drawn = torch.stack(draws)  # (draws, m, n)
     site = next(site for site in find_lora_sites(model)[0] if site.name == name)
     sigma = 0.3 * (site.squared_norms(site.factors()).double() / 64).sqrt()
@@ -434,7 +435,7 @@ def test_ggpo_reads_what_torchao_quantised(kind: str) -> None:
     x = torch.randn(6, 256)
     regularizer: Any = build(GGPO(sigma=0.3)).attach(peft, seed=1, total_steps=1)
     with regularizer.step(0):
-        noise = regularizer.perturbations()
+        noise = perturbations(regularizer)
         loss = peft(x).square().mean()
         loss.backward()
     regularizer.detach()

@@ -10,7 +10,7 @@ from flatshift.experiments.report.chapters.sweep import sweep_finding, sweep_sec
 from flatshift.experiments.results.analysis import SweepAnalysis
 from flatshift.experiments.results.run import read_run
 from flatshift.experiments.results.sweep import filter_planned_cells, filter_planned_rows
-from tests.support.sweep_tables import cells, result, rows, words
+from tests.support.sweep_tables import cells, mean_at, result, rows, words
 
 
 def test_results_stand_in_for_tables_that_are_not_there_yet(tmp_path):
@@ -23,8 +23,8 @@ def test_results_stand_in_for_tables_that_are_not_there_yet(tmp_path):
     (folder / "sweep.json").write_text(json.dumps(plan))
     data = read_run(folder).sweep
     assert data.axes == ("adapter.rank",) and data.values("adapter.rank") == [1, 2]
-    assert data.at("test.error", {"adapter.rank": 2}).value == 0.25  # 1 − accuracy
-    assert data.trace.at("train.loss", {"adapter.rank": 2, "step": 4}).value == 3.0  # the last line of a step
+    assert mean_at(data, "test.error", {"adapter.rank": 2}).value == 0.25  # 1 − accuracy
+    assert mean_at(data.trace, "train.loss", {"adapter.rank": 2, "step": 4}).value == 3.0  # the last line of a step
     assert (data.planned, data.unfinished) == (3, 1)
     said = words(sweep_sections(data, SweepAnalysis(data)))
     assert "1 of 3 cells have no result yet" in said and "they take 3.0" in said

@@ -15,7 +15,7 @@ from flatshift.experiments.report.charts.facets import LineSeries, axis_scale, f
 from flatshift.experiments.results.analysis import SweepAnalysis, main_axis, plotted_axes
 from flatshift.experiments.results.table import SweepTable
 from flatshift.experiments.statistics.intervals import Interval
-from tests.support.sweep_tables import cells, rows
+from tests.support.sweep_tables import cells, mean_at, rows
 
 
 def test_the_axis_of_curves_is_the_rank_and_panels_are_the_rest(tmp_path):
@@ -172,7 +172,7 @@ def test_errors_over_capacity_are_joined_in_the_order_of_the_rank(tmp_path):
     (fold, bought), said = capacity_charts(data, "adapter.rank", SweepAnalysis(data))
     assert not said, "all are drawn"
     assert "effective parameters" in fold.title and "along rank" in bought.title
-    means = [data.at("effective_params", {"adapter.rank": r}).value for r in (1, 2, 4, 8)]
+    means = [mean_at(data, "effective_params", {"adapter.rank": r}).value for r in (1, 2, 4, 8)]
     from flatshift.experiments.report import figure
 
     drawn = []
@@ -189,7 +189,7 @@ def test_errors_over_capacity_are_joined_in_the_order_of_the_rank(tmp_path):
     np.testing.assert_allclose(line.get_xdata(), means)
     level = [ln for ln in drawn[0].lines if len(set(ln.get_ydata())) == 1 and len(ln.get_xdata()) == 2]
     assert len(level) == 4  # a horizontal interval for each rank
-    first = data.at("effective_params", {"adapter.rank": 1})
+    first = mean_at(data, "effective_params", {"adapter.rank": 1})
     np.testing.assert_allclose(level[0].get_xdata(), [first.low, first.high])
 
 

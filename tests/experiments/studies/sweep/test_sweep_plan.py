@@ -16,13 +16,13 @@ import pytest
 
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.experiments.recipe.resolve import get_dotted
+from flatshift.experiments.results.sweep import rows_to_table
 from flatshift.experiments.studies import CellResult, finish_cell, make_cell
 from flatshift.experiments.studies.cell import backbone_digests, capture_result
 from flatshift.experiments.studies.sweep import parse_grid, write_table
 from flatshift.experiments.studies.sweep.axes import ValueRange, generate_points
 from flatshift.experiments.studies.sweep.bisection import _train_error, parse_bisection
 from flatshift.experiments.studies.sweep.sweep_plan import SweepBase
-from flatshift.experiments.studies.sweep.table import ColumnTable
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.train.divergence import Diverged
 from flatshift.regularizers.config import GGPO, Plain
@@ -363,11 +363,8 @@ def test_row_takes_the_trace_of_the_judged_step(tmp_path: Path) -> None:
 
 
 def test_columns_fill_what_rows_lack() -> None:
-    columns = ColumnTable()
-    columns.add({"a": 1})
-    columns.add({"b": 3, "c": "x"})
-    columns.add({"a": 2.5, "c": 4})
-    assert columns.table().to_pydict() == {"a": [1.0, None, 2.5], "b": [None, 3, None], "c": [None, "x", "4"]}
+    table = rows_to_table([{"a": 1}, {"b": 3, "c": "x"}, {"a": 2.5, "c": 4}])
+    assert table.to_pydict() == {"a": [1.0, None, 2.5], "b": [None, 3, None], "c": [None, "x", "4"]}
 
 
 def test_tables_without_traces_have_no_curves(tmp_path: Path) -> None:
