@@ -332,8 +332,9 @@ def _read_tensors(directory: str | Path) -> dict[str, torch.Tensor]:
             raise UserError(f"{pickles[0]} may be a pickle, which is never read nor shipped; save it as {WEIGHTS}")
         raise UserError(f"{directory}: no adapter here ({WEIGHTS} is missing)")
     try:
-        own = load_file(file)  # PEFT adds copies of adapted embeddings, which are frozen
-        tensors = {canonical_name(n): tensor for n, tensor in own.items() if not n.endswith(".base_layer.weight")}
+        own = load_file(file)
+        copies = {n.partition(".lora_embedding_A")[0] + ".base_layer.weight" for n in own}  # of embeddings
+        tensors = {canonical_name(n): tensor for n, tensor in own.items() if n not in copies}
         tensors = {soft_tokens.WEIGHT if n == soft_tokens.IN_FILE else n: tensor for n, tensor in tensors.items()}
         return tensors | read_projector(directory)
     except SafetensorError as error:
