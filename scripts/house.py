@@ -23,7 +23,7 @@ ROOMS = ("flatshift", "experiments", "finetune", "selection", "regularizers")
 
 # Ceilings of --check. Lower one when the tree is below it; raise one only with its reason in CHANGELOG.md.
 MAX_LINES = 86_873
-MAX_MODULES = 406
+MAX_MODULES = 405
 MAX_MEMBERS = 45
 """Names that a class body defines, without inherited ones."""
 MAX_FUNCTION_LINES = 90

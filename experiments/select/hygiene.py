@@ -50,8 +50,8 @@ def clean_rows(
     held_out: rows of the target's files held out for evaluation. shards: as in `clean_pool`. A record that
     decontamination cut becomes one row per piece, as in `RowView.cut`.
 
-    Raises:
-        UserError: no evaluation text for decontamination, pieces together with the user's own features, no record left.
+    Raises UserError: no evaluation text for decontamination, pieces together with the user's own features, no record
+    left.
     """
     spec = select_settings(recipe)
     settings = spec.hygiene
@@ -127,9 +127,8 @@ def clean_rows(
 def _read_drop_list(spec: Select, rows: RowView, console: Console) -> DropList:
     """Return the entries of `drops`, looked up among the pool's ids.
 
-    Raises:
-        UserError: an unreadable file, an entry without an id, or (if bad rows are refused and the whole pool is read)
-            one whose id no record has.
+    Raises UserError: an unreadable file, an entry without an id, or (if bad rows are refused and the whole pool is
+    read) one whose id no record has.
     """
     from flatshift.selection.hygiene import DropList
 

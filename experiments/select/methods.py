@@ -28,7 +28,6 @@ from flatshift.selection.config import Domains, LossGap, Method, Perplexity, ran
 from flatshift.selection.errors import TooLittleMemory
 from flatshift.selection.features.cache import FeatureCache, atomic_file
 from flatshift.selection.methods.base import Selector
-from flatshift.selection.transport.progress import ITERATIONS
 
 Measure = Callable[[Sequence[str]], np.ndarray]
 _PATIENCE_S = 2.0
@@ -162,7 +161,7 @@ def show_progress(console: Console) -> Iterator[Callable[[str, int, int], None]]
             if (name, total) != stage or update is None:
                 tasks.close()
                 stage = name, total
-                update = tasks.enter_context(console.task(name, total, "" if name == ITERATIONS else "rows"))
+                update = tasks.enter_context(console.task(name, total, "" if name.endswith("iterations") else "rows"))
             update(done)
             if done == total:  # the next stage may run long without progress
                 tasks.close()

@@ -35,7 +35,7 @@ from flatshift.selection.features.matrix import sendable_rows
 from flatshift.selection.methods.base import Progress, Selector
 from flatshift.selection.methods.gotd import GotDSelector
 from flatshift.selection.transport.blocks import BLOCK
-from flatshift.selection.transport.progress import ITERATIONS
+from flatshift.selection.transport.settings import ITERATIONS
 
 _MAX_RATIO = 1.5
 """Ranks that need more than this many times the median CPU time per row are reported."""

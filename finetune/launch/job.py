@@ -281,10 +281,9 @@ def rank() -> int:
 class FailureReason:
     """Reason of a job's end and the exit code of every rank.
 
-    Args:
-        message: for the user; empty to print nothing.
-        rank: rank that failed; None: reported by the launcher.
-        grace: seconds that the others get to end by themselves.
+    message: for the user; empty to print nothing.
+    rank: rank that failed; None: reported by the launcher.
+    grace: seconds that the others get to end by themselves.
     """
 
     code: int

@@ -100,10 +100,9 @@ def spawn(
     Rank 0 has the terminal; the output of the others goes to a file each, which is copied to `resume / "ranks"` if the
     job fails. One message, from the cause, goes to stderr.
 
-    Args:
-        resume: run directory, named in messages about an interruption.
-        resume_hint: for an interrupted job that is not one of `train`, as a clause.
-        threads: CPU threads of each rank; by default its share of the cores, unless the environment sets it.
+    resume: run directory, named in messages about an interruption.
+    resume_hint: for an interrupted job that is not one of `train`, as a clause.
+    threads: CPU threads of each rank; by default its share of the cores, unless the environment sets it.
     """
     memory = machine_memory()
     if memory is not None and ranks * _RANK_BYTES > memory:

@@ -97,8 +97,8 @@ class Backbone:
         """Shared tokenizer; a pad token that is missing, or beyond the model's vocabulary, becomes the end-of-sequence
         token (masked wherever it pads).
 
-        Raises:
-            UserError: there is none, it has neither of those tokens, or it has more tokens than the model's vocabulary.
+        Raises UserError: there is none, it has neither of those tokens, or it has more tokens than the model's
+        vocabulary.
         """
         return self.own_tokenizer()
 
@@ -222,9 +222,8 @@ def open_backbone(name: str | Path | Backbone) -> Backbone:
 
     A process opens a name once, and again only if a file of its directory has changed.
 
-    Raises:
-        UserError: nothing has that name; or the directory lacks config.json or safetensors weights; or the model needs
-            code from its repository.
+    Raises UserError: nothing has that name; or the directory lacks config.json or safetensors weights; or the model
+    needs code from its repository.
     """
     if isinstance(name, Backbone):
         return name
@@ -464,9 +463,8 @@ def check_task(name: str | Path | Backbone, task: BackboneTask) -> None:
 
     Problems of the weights (damaged, or without a head) are left to loading.
 
-    Raises:
-        UserError: transformers has no class of this task for it, or it is an encoder where a decoder is needed or vice
-            versa; and as `open_backbone`.
+    Raises UserError: transformers has no class of this task for it, or it is an encoder where a decoder is needed or
+    vice versa; and as `open_backbone`.
     """
     backbone = open_backbone(name)
     config, where = backbone.config, backbone.where

@@ -61,9 +61,8 @@ def build_engine(
     `auto` is float32, the default of `load_backbone`. Raises UserError if base model, adapter and mesh do not fit
     together, before a weight is read.
 
-    Args:
-        log: receives a line on the weights that were loaded (every rank's own numbers).
-        beginning: initial values of the adapter; for one process.
+    log: receives a line on the weights that were loaded (every rank's own numbers).
+    beginning: initial values of the adapter; for one process.
     """
     if train.precision == "auto":
         train = dataclasses.replace(train, precision="fp32")

@@ -86,13 +86,12 @@ class Engine:
     ) -> None:
         """Wrap a model that is already parallelised.
 
-        Args:
-            model: the PEFT model, or under a pipeline the container of this rank's stages.
-            layout: tensor-parallel slices.
-            sharding: FSDP2's shards; None without it.
-            runner: the pipeline; None without one.
-            tokens: splits rows among the cp ranks; None without context parallelism.
-            multiple: rows are padded to a multiple of this many tokens.
+        model: the PEFT model, or under a pipeline the container of this rank's stages.
+        layout: tensor-parallel slices.
+        sharding: FSDP2's shards; None without it.
+        runner: the pipeline; None without one.
+        tokens: splits rows among the cp ranks; None without context parallelism.
+        multiple: rows are padded to a multiple of this many tokens.
         """
         self.model, self.world, self.multiple = model, world, multiple
         self.device, self.is_main = world.device, world.is_main
@@ -232,9 +231,8 @@ class Engine:
         """Compute the gradients of Σ loss ÷ `count` over all micro-batches of the step and all ranks, times
         `loss_scale`; return that loss, unscaled: float32 scalar on the device, the same on every rank.
 
-        Args:
-            micros: this rank's rows.
-            count: target tokens (examples) of the step, over all ranks.
+        micros: this rank's rows.
+        count: target tokens (examples) of the step, over all ranks.
         """
         scale = self.gradient_scale * self.loss_scale
         if self.runner is not None:
@@ -384,9 +382,8 @@ class Engine:
     ) -> None:
         """Write files to `folder` from which `join_parts` makes those of one process; every rank its own, collective.
 
-        Args:
-            groups: tensors by group and by the name of the parameter that each is sharded like.
-            wholes: others, which are the same on every rank.
+        groups: tensors by group and by the name of the parameter that each is sharded like.
+        wholes: others, which are the same on every rank.
         """
         if self.is_main:
             shutil.rmtree(folder, ignore_errors=True)

@@ -45,15 +45,14 @@ _LONG = 64
 class Sharding:
     """FSDP2's shards of a model.
 
-    Args:
-        units: its modules.
-        reduced: canonical names of the trainable parameters whose gradients FSDP2 reduces (the *mean* over `group`
-            ranks).
-        group: ranks over which those gradients are averaged; 1 if there are none.
-        whole_bytes: bytes of all parameters without sharding (but sliced by tp, pp and tokens).
-        sharded_bytes: bytes of the sharded ones among them.
-        local_bytes: bytes of all parameters on this rank.
-        reduces_always: True if gradients are reduced in every micro-batch (ZeRO-2).
+    units: its modules.
+    reduced: canonical names of the trainable parameters whose gradients FSDP2 reduces (the *mean* over `group`
+        ranks).
+    group: ranks over which those gradients are averaged; 1 if there are none.
+    whole_bytes: bytes of all parameters without sharding (but sliced by tp, pp and tokens).
+    sharded_bytes: bytes of the sharded ones among them.
+    local_bytes: bytes of all parameters on this rank.
+    reduces_always: True if gradients are reduced in every micro-batch (ZeRO-2).
     """
 
     units: tuple[FSDPModule, ...]
@@ -79,8 +78,7 @@ class Sharding:
 def shard(model: nn.Module, *, mesh: Mesh, world: ProcessMesh) -> Sharding:
     """Shard `model` in place over dp (and ep and cp), with copies along replicate; a no-op if these are 1.
 
-    Args:
-        model: on meta or real; a module with the children `part0`, `part1`, … is sharded part by part.
+    model: on meta or real; a module with the children `part0`, `part1`, … is sharded part by part.
 
     Raises UserError for `mesh.offload` without CUDA and `mesh.adapters: replicate` with `mesh.zero` 1 or 2,
     RuntimeError if FSDP2 left something unsharded.

@@ -42,10 +42,9 @@ class _ProbeSizes(NamedTuple):
 class MemoryOverhead:
     """Resident memory of a process on top of the tensors of its steps.
 
-    Args:
-        libraries: bytes before any model is loaded.
-        least: further bytes in any case: code compiled by oneDNN, and the allocator's own data.
-        share: fraction of the tensors' bytes that the C library may keep after they are freed.
+    libraries: bytes before any model is loaded.
+    least: further bytes in any case: code compiled by oneDNN, and the allocator's own data.
+    share: fraction of the tensors' bytes that the C library may keep after they are freed.
     """
 
     libraries: int

@@ -94,12 +94,11 @@ def predict_footprint(
 ) -> Footprint:
     """Return the memory of a rank of `mesh`.
 
-    Args:
-        rows: sequences of a micro-batch on one rank; by default its share of `train.batch_size`.
-        device: kind of device, which sets how many logits are computed at once.
-        packed: True if rows hold several examples, which a CPU separates by a dense mask.
-        regularizer: the regularizer whose state is included; None: none.
-        optimizer: its kind, which sets the bytes of moments.
+    rows: sequences of a micro-batch on one rank; by default its share of `train.batch_size`.
+    device: kind of device, which sets how many logits are computed at once.
+    packed: True if rows hold several examples, which a CPU separates by a dense mask.
+    regularizer: the regularizer whose state is included; None: none.
+    optimizer: its kind, which sets the bytes of moments.
     """
     width = WIDTHS[train.precision]
     weight_width = 2 if train.backbone_precision == "bf16" else width
@@ -329,13 +328,12 @@ def perturbation_bytes(
     """Return the bytes that a regularizer holds on top of plain LoRA during a step, for a whole model's layers; divide
     by the ranks that split it into stages or tensors.
 
-    Args:
-        layers: (rows, columns) of each adapted matrix.
-        adapter: elements of LoRA's factors.
-        shards: ranks that the factors are sharded over; momentum is sharded likewise, noise is whole on every rank.
-        tokens: tokens whose activations are kept for backward at once, in all of the layers.
-        weight_width: bytes per frozen weight, whose dtype the noise has.
-        width: bytes per activation.
+    layers: (rows, columns) of each adapted matrix.
+    adapter: elements of LoRA's factors.
+    shards: ranks that the factors are sharded over; momentum is sharded likewise, noise is whole on every rank.
+    tokens: tokens whose activations are kept for backward at once, in all of the layers.
+    weight_width: bytes per frozen weight, whose dtype the noise has.
+    width: bytes per activation.
 
     Momentum methods and SAM over factors hold the momentum, or the gradient of the first pass, and the unperturbed
     factors (float32); MGPO's form `code` the momentum and both sides of its rank-2r branch; Bi-LoRA a second adapter
@@ -371,12 +369,11 @@ def step_passes(task: Task, regularizer: RegularizerConfig) -> tuple[int, int]:
 class EvaluationPlan:
     """Cost of evaluating all splits together.
 
-    Args:
-        read: tokens processed in parallel with others of their sequence.
-        written: tokens generated one after the other, at most.
-        memory: bytes on top of weights and adapter.
-        passes: computation, in tokens read.
-        step: computation of an optimizer step, in its tokens read.
+    read: tokens processed in parallel with others of their sequence.
+    written: tokens generated one after the other, at most.
+    memory: bytes on top of weights and adapter.
+    passes: computation, in tokens read.
+    step: computation of an optimizer step, in its tokens read.
     """
 
     read: int

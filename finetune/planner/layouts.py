@@ -407,12 +407,11 @@ def resolve_mesh(
 ) -> tuple[Mesh, list[str]]:
     """Return `mesh` with `auto` resolved, and a sentence for each decision. Axes that are set (not 1) are kept.
 
-    Args:
-        backbone: directory with config.json and safetensors files, of which only headers are read.
-        batch_sizes: batch sizes of further stages, which the data ranks must divide too.
-        processes: ranks started by a launcher; None: as many as are worth starting here.
-        node: ranks per node, under a launcher; by default all.
-        devices: devices of one node; by default those of this machine.
+    backbone: directory with config.json and safetensors files, of which only headers are read.
+    batch_sizes: batch sizes of further stages, which the data ranks must divide too.
+    processes: ranks started by a launcher; None: as many as are worth starting here.
+    node: ranks per node, under a launcher; by default all.
+    devices: devices of one node; by default those of this machine.
 
     Raises UserError: no layout has this many ranks; the message has the reason.
     """

@@ -56,13 +56,12 @@ QUANTISED_BLOCK, QUANTISED_FROM = 256, 4096
 class MemoryPlan:
     """Memory of a stage in bytes, by cause.
 
-    Args:
-        backbone: frozen parameters and buffers, and scales of quantised weights.
-        adapter: trained parameters.
-        optimizer: two moments of the adapter, stored as `optimizer.kind` does, and float32 masters of a bf16 adapter.
-        activations: kept between forward and backward by one micro-batch of maximum length.
-        work: temporaries of the loss, or of a block's backward pass, on top of the activations.
-        regularizer: noise, momentum, a second adapter or dense gradients.
+    backbone: frozen parameters and buffers, and scales of quantised weights.
+    adapter: trained parameters.
+    optimizer: two moments of the adapter, stored as `optimizer.kind` does, and float32 masters of a bf16 adapter.
+    activations: kept between forward and backward by one micro-batch of maximum length.
+    work: temporaries of the loss, or of a block's backward pass, on top of the activations.
+    regularizer: noise, momentum, a second adapter or dense gradients.
     """
 
     backbone: int

@@ -140,9 +140,8 @@ class BaseTask:
 
         `encoder` counts bad and truncated rows.
 
-        Raises:
-            UserError: a label outside the classes, a missing column of a template, a row without target tokens (unless
-                skipped), an example that is too long (if refused).
+        Raises UserError: a label outside the classes, a missing column of a template, a row without target tokens
+        (unless skipped), an example that is too long (if refused).
         """
         raise NotImplementedError
 
@@ -211,8 +210,7 @@ class BaseTask:
         `flatshift.finetune.evaluate.evaluator.evaluate`: by default those of the target tokens, and with
         `score: generate` those of the generated answers.
 
-        Raises:
-            UserError: answers that do not fit the backbone.
+        Raises UserError: answers that do not fit the backbone.
         """
         figures = evaluator.perplexity_metrics(examples, *evaluator.token_nll(examples))
         return figures | evaluator.answer_metrics(examples) if self.score == "generate" else figures

@@ -106,8 +106,8 @@ def standardised_layer(task: BaseTask, backbone: str | Path) -> OutputLayer | No
     """Return the layer of `backbone` into which standardisation is folded after training; None without standardisation.
     Reads only config.json and the headers of the backbone's files.
 
-    Raises:
-        UserError: as `flatshift.finetune.models.meta.build_skeleton`; or no single fully trained linear output layer.
+    Raises UserError: as `flatshift.finetune.models.meta.build_skeleton`; or no single fully trained linear output
+    layer.
     """
     from ..adapters.settings import is_fully_trained
     from ..data.labels import OutputLayer

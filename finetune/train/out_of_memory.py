@@ -44,12 +44,11 @@ _REQUESTED = re.compile(r"tried to allocate ([\d.]+) ?([KMGT]i?B|bytes)", re.IGN
 class MemoryAtFailure:
     """Memory in bytes at the failure.
 
-    Args:
-        device: cuda:0, or `this machine`.
-        used: by allocated tensors on a CUDA device; by the process (resident) on a CPU.
-        reserved: by the allocator on a CUDA device, including gaps; None on a CPU.
-        total: size of the device or of the machine's memory; None if unknown.
-        others: of other processes on a CUDA device.
+    device: cuda:0, or `this machine`.
+    used: by allocated tensors on a CUDA device; by the process (resident) on a CPU.
+    reserved: by the allocator on a CUDA device, including gaps; None on a CPU.
+    total: size of the device or of the machine's memory; None if unknown.
+    others: of other processes on a CUDA device.
     """
 
     device: str

@@ -126,9 +126,8 @@ def train_and_evaluate(
     Return nats (N,) float64 of each held-out document, its pieces summed, and the number of tokens seen in training.
     Raises UserError for a tokenizer of more tokens than `vocabulary`, or fewer pieces than one step needs.
 
-    Args:
-        tokenizer: with <bos>; at most `vocabulary` tokens.
-        vocabulary: rows of the embedding, so that models of several tokenizers have the same parameters.
+    tokenizer: with <bos>; at most `vocabulary` tokens.
+    vocabulary: rows of the embedding, so that models of several tokenizers have the same parameters.
     """
     if len(tokenizer) > vocabulary:
         raise UserError(f"this tokenizer has {len(tokenizer)} tokens, more than the model's {vocabulary}")

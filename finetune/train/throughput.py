@@ -220,9 +220,8 @@ class FlopCounter:
 
         Results are unchanged, and a layer that cannot be counted raises nothing (`error`).
 
-        Args:
-            width: of attention (`attention_width`), on this rank.
-            head: its loss is computed in slices of target tokens, so it is not counted here.
+        width: of attention (`attention_width`), on this rank.
+        head: its loss is computed in slices of target tokens, so it is not counted here.
         """
         counted: dict[nn.Module, Any] = {a: partial(self._attention, width) for a in attention_modules(model)}
         skipped: set[nn.Module] = {head.linear} if head is not None else set()

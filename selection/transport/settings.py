@@ -14,8 +14,10 @@ from torch import Tensor
 from flatshift.selection.transport.dense import NEWTON_MAX_COLUMNS, solve_dense
 from flatshift.selection.transport.kernel import Evaluation, StoredKernel
 from flatshift.selection.transport.problem import Progress, TransportProblem
-from flatshift.selection.transport.progress import ITERATIONS
 from flatshift.selection.transport.ranks import ProcessTeam
+
+ITERATIONS = "transport iterations"
+"""Name of the progress stage that counts iterations, up to their maximum; all others count rows."""
 
 
 def measure_overlap(scores: Tensor, other_scores: Tensor, k: int, team: ProcessTeam) -> float:

@@ -117,8 +117,7 @@ def sinkhorn_potentials(
     limited by passes alone. memory_bytes: limit for the solver in addition to the pool,
     its result included, minus held_bytes, which the caller holds. chunk: rows per tile (None: chosen for cache; the
     result does not depend on it). method: None chooses by size; "exact", "cached" and "streamed" force one.
-    progress: called as (stage, done, total); `flatshift.selection.transport.progress.ProgressPrinter` prints it as
-    lines with the time left.
+    progress: called as (stage, done, total), rows or iterations.
     cost: "sqeuclidean" or "cosine" (1 − cos).
 
     overlap: also continue until two successive answers share this part of the `budget` best rows (None: 5 % of the

@@ -13,7 +13,7 @@ import pytest
 
 from flatshift import cli
 from flatshift.experiments.select.ranks import _CpuTimer, _slow_rank_warning
-from flatshift.selection.transport.progress import ITERATIONS
+from flatshift.selection.transport.settings import ITERATIONS
 from tests.support.patience import HANG_S
 
 ROWS, TARGETS = 30_000, 400

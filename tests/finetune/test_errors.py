@@ -360,7 +360,7 @@ def test_ranks_beyond_memory_are_refused_before_any_begins(monkeypatch) -> None:
 
 def test_a_solve_says_how_far_it_is(monkeypatch) -> None:
     from flatshift.selection.transport import dense
-    from flatshift.selection.transport.progress import ITERATIONS
+    from flatshift.selection.transport.settings import ITERATIONS
     from flatshift.selection.transport.solver import sinkhorn_potentials
 
     monkeypatch.setattr(dense, "_REPORT_EVERY", 1)

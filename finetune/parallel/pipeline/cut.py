@@ -116,10 +116,9 @@ def build_rank_stages(
 ) -> tuple[StageModules, tuple[int, ...]]:
     """Return this rank's stages of a model on meta, checked and cut, and their numbers.
 
-    Args:
-        model: the whole model; becomes the first stage.
-        build_model: creates another one like it, for each further stage.
-        tokens: T, for the cost of attention.
+    model: the whole model; becomes the first stage.
+    build_model: creates another one like it, for each further stage.
+    tokens: T, for the cost of attention.
 
     Raises UserError as `check_pipeline`.
     """

@@ -41,9 +41,8 @@ class PipelineRunner:
     ) -> None:
         """Create the stages. Collective along pp; before the first forward pass.
 
-        Args:
-            parts: the models of this rank's stages, cut (`build_rank_stages`), by ascending stage.
-            tokens: splits rows among the cp ranks of a stage.
+        parts: the models of this rank's stages, cut (`build_rank_stages`), by ascending stage.
+        tokens: splits rows among the cp ranks of a stage.
         """
         self.parts, self.mesh, self.world, self.tokens = parts, mesh, world, tokens
         self.virtual = virtual_stages(mesh.schedule, mesh.virtual)
@@ -118,15 +117,14 @@ class PipelineRunner:
         Return Σ loss ÷ count over these micro-batches, float32 scalar, on every pp rank. Raises UserError if
         mesh.microbatches exceeds the rows of a micro-batch.
 
-        Args:
-            micros: this data rank's rows; data ranks have equally many.
-            count: divisor of the loss: target tokens of the step over all ranks.
-            head: of the last stage, if it is on this rank (`find_head`).
-            context: context of a forward pass, by a number unique to each piece and stage.
-            scale: multiplies gradients, not the loss returned.
-            heartbeat: called after every forward pass.
-            dropout_context: of some rows (`flatshift.finetune.compute.dropout.KeyedDropout.forward_pass`).
-            loss: (model, piece) → summed loss; by default `flatshift.finetune.compute.loss.batch_loss`.
+        micros: this data rank's rows; data ranks have equally many.
+        count: divisor of the loss: target tokens of the step over all ranks.
+        head: of the last stage, if it is on this rank (`find_head`).
+        context: context of a forward pass, by a number unique to each piece and stage.
+        scale: multiplies gradients, not the loss returned.
+        heartbeat: called after every forward pass.
+        dropout_context: of some rows (`flatshift.finetune.compute.dropout.KeyedDropout.forward_pass`).
+        loss: (model, piece) → summed loss; by default `flatshift.finetune.compute.loss.batch_loss`.
         """
         rows = max(len(micro.labels) for micro in micros)
         pieces, per_micro = self._pieces(micros, rows)
@@ -266,10 +264,9 @@ class Piece:
 def split_micro_batches(micros: Sequence[Batch], *, per_micro: int, total: int, pad_id: int) -> list[Piece]:
     """Return pieces of one shape, in order; their summed loss is that of the micro-batches.
 
-    Args:
-        per_micro: pieces of the largest micro-batch.
-        total: pieces in all; missing ones are copies of the last one, without targets.
-        pad_id: token used as padding.
+    per_micro: pieces of the largest micro-batch.
+    total: pieces in all; missing ones are copies of the last one, without targets.
+    pad_id: token used as padding.
     """
     rows = -(-max(len(micro.labels) for micro in micros) // per_micro)
     widths: dict[str, int] = {}

@@ -41,11 +41,10 @@ class OtherStageBlock(nn.Module):
     def __init__(self, width: int, dtype: torch.dtype, *, t5: bool = False) -> None:
         """Create the placeholder.
 
-        Args:
-            width: D.
-            dtype: of an embedding's output.
-            t5: True for a block of T5, called with (hidden, mask, position bias, encoder states, …), that returns
-                (hidden, position bias, bias of cross attention).
+        width: D.
+        dtype: of an embedding's output.
+        t5: True for a block of T5, called with (hidden, mask, position bias, encoder states, …), that returns
+            (hidden, position bias, bias of cross attention).
         """
         super().__init__()
         self.width, self.dtype, self.t5 = width, dtype, t5
@@ -151,13 +150,12 @@ class StageModel(nn.Module):
     ) -> None:
         """Collect the ports of the stage.
 
-        Args:
-            part: the model, cut.
-            index: number of this stage, of `stages`.
-            scatter: tensor-parallel ranks of the stage, each of which sends its part of the hidden states' last dim;
-                those of the next stage gather them (scatter/gather of PTD-P, 2104.04473 §4.1). None: each rank sends
-                its hidden states whole.
-            reshards: True if FSDP2 frees gathered weights after every pass, False if after the step's last one.
+        part: the model, cut.
+        index: number of this stage, of `stages`.
+        scatter: tensor-parallel ranks of the stage, each of which sends its part of the hidden states' last dim;
+            those of the next stage gather them (scatter/gather of PTD-P, 2104.04473 §4.1). None: each rank sends
+            its hidden states whole.
+        reshards: True if FSDP2 frees gathered weights after every pass, False if after the step's last one.
         """
         super().__init__()
         self.part, self.index, self.total = part, index, stages
@@ -179,10 +177,9 @@ class StageModel(nn.Module):
     ) -> None:
         """Prepare for one step.
 
-        Args:
-            loss: called with (part, piece) on the last stage.
-            context: of each forward pass.
-            dtype: of the hidden states that stages exchange.
+        loss: called with (part, piece) on the last stage.
+        context: of each forward pass.
+        dtype: of the hidden states that stages exchange.
         """
         self._pieces, self._loss, self._context, self._dtype = pieces, loss, context, dtype
         self._sync(False)  # FSDP2 adds up gradients until the last piece's backward pass
@@ -218,9 +215,8 @@ class StageModel(nn.Module):
     ) -> tuple[Any, ...]:
         """Run one forward pass; return (the result of `function`,), or the input of the next stage.
 
-        Args:
-            received: hidden states (rows, T, D), and inside a decoder also the encoder's; empty on the first stage.
-            function: called with (part, piece) on the last stage, where the part acts as the whole model.
+        received: hidden states (rows, T, D), and inside a decoder also the encoder's; empty on the first stage.
+        function: called with (part, piece) on the last stage, where the part acts as the whole model.
         """
         for port, tensor in zip(self._inputs, received, strict=True):
             port.received = tensor

@@ -45,9 +45,8 @@ class StageTransport:
 
         With one stage per rank the batches follow each other through the pipeline without waiting.
 
-        Args:
-            batches: model keyword arguments on the device, equally many on every data rank.
-            share: the function returns a tensor, and every rank gets it; else ranks without the last stage get None.
+        batches: model keyword arguments on the device, equally many on every data rank.
+        share: the function returns a tensor, and every rank gets it; else ranks without the last stage get None.
         """
         results: list[Any] = []
         sends: list[tuple[Any, Tensor]] = []

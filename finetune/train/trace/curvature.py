@@ -48,11 +48,10 @@ def curvature_metrics(
     """Return `sharpness.lambda_max` and `.trace` of the Hessian in the LoRA factors, and `.preconditioned`: λ_max of
     P^-½ H P^-½ in all trainable parameters, including a new head.
 
-    Args:
-        loss: the loss over fixed rows (`flatshift.regularizers.sharpness.spaces.Loss`).
-        preconditioner: P by the names of `parameters`; parameters without an entry have had no step and are held fixed.
-            Empty before the first step: then there is no preconditioned λ_max.
-        seed: of the random directions.
+    loss: the loss over fixed rows (`flatshift.regularizers.sharpness.spaces.Loss`).
+    preconditioner: P by the names of `parameters`; parameters without an entry have had no step and are held fixed.
+        Empty before the first step: then there is no preconditioned λ_max.
+    seed: of the random directions.
 
     Raises RegularizerError if the loss is not finite, or differs when it is computed again.
     """

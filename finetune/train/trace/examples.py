@@ -93,11 +93,10 @@ def _score_tokens(model: nn.Module, batch: MicroBatch, task: Task, head: Head | 
 class ExampleScores:
     """Scores of n examples, in order, against the labels they were encoded with; (n,) each.
 
-    Args:
-        loss: −log p summed over the example's target tokens (or its class), nats.
-        wrong: target tokens that are not the likeliest (0 or 1 for classification).
-        supervised: target tokens (1 for classification).
-        predicted: the likeliest class; None for tasks that predict tokens or sets of classes.
+    loss: −log p summed over the example's target tokens (or its class), nats.
+    wrong: target tokens that are not the likeliest (0 or 1 for classification).
+    supervised: target tokens (1 for classification).
+    predicted: the likeliest class; None for tasks that predict tokens or sets of classes.
     """
 
     loss: NDArray[np.float64]
@@ -174,10 +173,9 @@ class Recording:
     ) -> Recording:
         """Choose the rows that `record` requires.
 
-        Args:
-            seed: of the choice of training rows (`train.seed`); that of held-out rows is the same for every run.
-            flipped: ids of the training rows with a wrong label; None without label noise.
-            true_labels: original class of each of them by id, if rows have classes.
+        seed: of the choice of training rows (`train.seed`); that of held-out rows is the same for every run.
+        flipped: ids of the training rows with a wrong label; None without label noise.
+        true_labels: original class of each of them by id, if rows have classes.
         """
 
         def subsample(examples: Sequence[Example], count: int | None, seed: int, name: str) -> list[Example]:

@@ -13,7 +13,6 @@ import torch
 
 from flatshift.selection import ConvergenceWarning, SelectionError, sinkhorn_potentials
 from flatshift.selection.transport.blocks import ThreadCrew
-from flatshift.selection.transport.progress import ProgressPrinter
 from flatshift.selection.transport.ranks import ProcessTeam
 from flatshift.selection.transport.settings import estimate_overlap, find_threshold, measure_overlap
 
@@ -269,21 +268,6 @@ def test_the_first_share_that_fails_is_told():
     assert seen[-1] == (97, 97)
     with pytest.raises(ValueError, match="40"):
         crew.each(97, 5, work)
-
-
-def test_progress_lines_tell_rate_and_time_left():
-    now = iter([0.0, 1.0, 6.0, 12.0, 20.0, 21.0])
-    lines = []
-    eta = ProgressPrinter(lines.append, every_s=5.0, clock=lambda: next(now))
-    for done in (100, 200, 400, 800, 1000):
-        eta("pass 1", done, 1000)
-    eta("pass 2", 1000, 1000)
-    assert lines == [
-        "pass 1: 400 of 1,000 rows (40%), 50 rows/s, 12 s left",
-        "pass 1: 800 of 1,000 rows (80%), 58 rows/s, 3 s left",
-        "pass 1: 1,000 rows in 20.0 s",
-        "pass 2: 1,000 rows in 0.0 s",
-    ]
 
 
 def test_small_epsilon_is_safe_where_the_subsample_is_small():
