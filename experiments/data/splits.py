@@ -240,14 +240,9 @@ def prepare_eval_data(
     if known is not None:
         rows = known.compare(rows, recipe.data.columns)
     encoded = encode_rows(
-        recipe,
-        (("test", 0, row) for row in rows),
-        task=recipe.task,
-        labels=labels,
-        units=units,
-        paths=[str(path) for path in expand_files(files)],
-        name="--data",
-    )
+        recipe, (("test", 0, row) for row in rows), task=recipe.task, labels=labels, units=units,
+        paths=[str(path) for path in expand_files(files)], name="--data",
+    )  # fmt: skip
     skipped += encoded.skipped
     test = encoded.splits["test"]
     if not test:
@@ -425,14 +420,9 @@ def choose_recording(recipe: Recipe, prepared: PreparedData) -> Recording | None
     if recipe.record is None:
         return None
     return Recording.choose(
-        recipe.record,
-        train=prepared.train,
-        dev=prepared.dev,
-        test=prepared.test,
-        seed=recipe.train.seed,
-        flipped=prepared.flipped if recipe.data.label_noise else None,
-        true_labels=prepared.true_labels,
-    )
+        recipe.record, train=prepared.train, dev=prepared.dev, test=prepared.test, seed=recipe.train.seed,
+        flipped=prepared.flipped if recipe.data.label_noise else None, true_labels=prepared.true_labels,
+    )  # fmt: skip
 
 
 def prepare_warm_up_data(
@@ -445,14 +435,9 @@ def prepare_warm_up_data(
     sources = {"selected": selected, "own": (Row({"text": row.values["text"]}, row.id, row.where) for row in own)}
     used = [name for name, there in (("selected", files), ("own", own)) if there]
     encoded = encode_rows(
-        recipe,
-        (("train", number, row) for number, name in enumerate(used) for row in sources[name]),
-        task=task,
-        labels=None,
-        paths=[str(path) for path in expand_files(files)],
-        source_count=len(used),
-        name="warm-up",
-    )
+        recipe, (("train", number, row) for number, name in enumerate(used) for row in sources[name]), task=task,
+        labels=None, paths=[str(path) for path in expand_files(files)], source_count=len(used), name="warm-up",
+    )  # fmt: skip
     train, notes = encoded.splits["train"], tuple(iter_position_warnings(recipe, encoded.splits.values()))
     weights = {"selected": 1 - recipe.warmup.own, "own": recipe.warmup.own}
     mixture = Mixture(tuple(used), tuple(weights[name] for name in used), tuple(encoded.sizes), weigh="tokens")

@@ -85,14 +85,9 @@ def clean_rows(
     listed = _read_drop_list(spec, rows, console) if settings.drops else None
     with console.task("clean pool", len(rows), "texts") as task:
         cleaned = clean_pool(
-            rows.texts,
-            settings,
-            references=references,
-            listed=listed,
-            seed=derive_seed(recipe.train.seed, "hygiene"),
-            progress=lambda stage, done: task(done, stage),
-            shards=shards,
-        )
+            rows.texts, settings, references=references, listed=listed, seed=derive_seed(recipe.train.seed, "hygiene"),
+            progress=lambda stage, done: task(done, stage), shards=shards,
+        )  # fmt: skip
     named = {"target": [row.id for row in target], "eval": [identity for _, identity in evaluation_texts]}
     with (directory / "drops.jsonl").open("w", encoding="utf-8") as handle:
         for drop in cleaned.drops(lambda some: rows.take(some).ids[:], named):

@@ -310,14 +310,9 @@ def _fit_selector(
     spec = select_settings(recipe)
     rows = sides.pool.rows
     pool = Pool(
-        ids=rows.ids,
-        texts=rows.texts,
-        features=sides.x,
-        domains=sides.domains[0],
-        weights=sides.weights,
-        tokens=sides.tokens[0],
-        shards=None if stages is None else stages.over(rows),
-    )
+        ids=rows.ids, texts=rows.texts, features=sides.x, domains=sides.domains[0], weights=sides.weights,
+        tokens=sides.tokens[0], shards=None if stages is None else stages.over(rows),
+    )  # fmt: skip
     target = Pool(
         ids=[row.id for row in sides.target.rows],
         texts=[row.values["text"] for row in sides.target.rows],

@@ -497,7 +497,7 @@ def _first_repeated_id(rows: RowView, digests: np.ndarray) -> tuple[int, int] | 
     ordered = np.sort(digests)
     shared = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
     first: dict[str, int] = {}
-    for number in np.flatnonzero(np.isin(digests, shared)).tolist() if len(shared) else ():
+    for number in np.flatnonzero(np.isin(digests, shared, kind="sort")).tolist() if len(shared) else ():
         before = first.setdefault(rows.ids[number], number)
         if before != number:
             return before, number
@@ -590,14 +590,9 @@ def _slurm_executor(partition: str, stage: str, **settings: Any) -> Any:
             return {name: value for name, value in super().get_sbatch_args(max_array).items() if value is not None}
 
     return DefaultsExecutor(
-        **settings,
-        partition=partition or None,
-        time=None,
-        qos=None,
-        mem_per_cpu_gb=_MEMORY_GB,
-        job_name=f"flatshift-{stage.replace(' ', '-')}",
-        env_command=f"export PATH={Path(sys.executable).parent}:$PATH",
-    )
+        **settings, partition=partition or None, time=None, qos=None, mem_per_cpu_gb=_MEMORY_GB,
+        job_name=f"flatshift-{stage.replace(' ', '-')}", env_command=f"export PATH={Path(sys.executable).parent}:$PATH",
+    )  # fmt: skip
 
 
 def _run_on_slurm(executor: Any, stage: str) -> None:

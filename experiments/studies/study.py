@@ -190,14 +190,9 @@ class CellBatches:
         if not todo:
             return
         run_cells(
-            self.out,
-            list(unique.values()),
-            self.executor,
-            self.console,
-            label=f"{self.label}, {title}",
-            rerun={cell.key for cell in todo},
-            run=self._run,
-        )
+            self.out, list(unique.values()), self.executor, self.console, label=f"{self.label}, {title}",
+            rerun={cell.key for cell in todo}, run=self._run,
+        )  # fmt: skip
 
     def _read(self, cell: Cell) -> dict[str, Any] | None:
         return read_result(self.out / "cells" / cell.key)

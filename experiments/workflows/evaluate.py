@@ -252,14 +252,9 @@ class _SideBySide:
                 )
             else:
                 encoded = encode_rows(
-                    recipe,
-                    (("test", 0, row) for row in rows),
-                    task=task,
-                    labels=names,
-                    units=units,
-                    paths=sorted({place.rpartition(":")[0] for place in places}),
-                    name=split,
-                )
+                    recipe, (("test", 0, row) for row in rows), task=task, labels=names, units=units,
+                    paths=sorted({place.rpartition(":")[0] for place in places}), name=split,
+                )  # fmt: skip
                 examples, notes = encoded.splits["test"], encoded.notes
                 if not examples:
                     raise UserError(f"{subject.name}: no row of {split} is left, the first for {encoded.skipped[0]}")
@@ -299,15 +294,10 @@ class _SideBySide:
         texts = [row.values["text"] for row in rows]
         with evaluation_mode(model):
             counts = score_texts(
-                model,
-                tokenizer,
-                texts,
-                inference,
-                task=recipe.task,
-                window=width,
+                model, tokenizer, texts, inference, task=recipe.task, window=width,
                 overlap=max(1, width // 4) if self.overlap is None else self.overlap,
                 locations=[row.where for row in rows],
-            )
+            )  # fmt: skip
         columns |= {"loss": counts.nats, "loss.count": counts.tokens.astype(np.float64)}
         return counts.metrics(figures=figures, **draw), list(filter(None, [missing_dictionary_note(texts)]))
 

@@ -122,14 +122,9 @@ class AdapterSwitcher:
             self._base = None
             gc.collect()
             self._base = load_backbone(
-                recipe.backbone,
-                task=recipe.task,
-                label_names=label_names,
-                precision=train.precision,
-                narrow=train.backbone_precision == "bf16",
-                quantization=train.quantization,
-                device=device,
-            )
+                recipe.backbone, task=recipe.task, label_names=label_names, precision=train.precision,
+                narrow=train.backbone_precision == "bf16", quantization=train.quantization, device=device,
+            )  # fmt: skip
             self._key = key
             self.loads += 1
         if subject.run is None:

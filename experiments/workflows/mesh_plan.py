@@ -128,16 +128,11 @@ def plan_mesh(
 
 def _evaluation_cost(sizes: BackboneSizes, recipe: Recipe, train: Train, best: Layout, kind: str) -> dict[str, Any]:
     plan = plan_evaluation(
-        sizes,
-        recipe.task,
-        train,
+        sizes, recipe.task, train,
         batch_size=max(1, recipe.eval.batch_size // (best.mesh.replicate * best.mesh.dp * best.mesh.cp)),
-        rows=_THOUSAND,
-        tokens=_THOUSAND * train.max_length * recipe.task.traits.rows_per_example,
-        longest=train.max_length,
-        device=kind,
-        regularizer=recipe.regularizer,
-    )
+        rows=_THOUSAND, tokens=_THOUSAND * train.max_length * recipe.task.traits.rows_per_example,
+        longest=train.max_length, device=kind, regularizer=recipe.regularizer,
+    )  # fmt: skip
     return {
         "rows_at_once": recipe.eval.batch_size,
         "gib": round(plan.memory / 2**30, 2),

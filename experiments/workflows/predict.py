@@ -120,15 +120,10 @@ class Predictor:
         size, device = self.recipe.eval.batch_size, self.engine.device
         blank = task.placeholders(self.label_names)
         encoder = task.encoder(
-            self.tokenizer,
-            train.max_length,
-            label_names=self.label_names,
-            bad_rows=self.bad_rows,
-            truncation=train.truncation,
-            overlong="split" if train.overlong == "split" else None,
-            units=self.units,
+            self.tokenizer, train.max_length, label_names=self.label_names, bad_rows=self.bad_rows,
+            truncation=train.truncation, overlong="split" if train.overlong == "split" else None, units=self.units,
             features=self.recipe.adapter.projector,
-        )
+        )  # fmt: skip
         encoded = encoder.add([dataclasses.replace(row, values={**row.values, **blank}) for row in rows])
         self.truncated_rows += encoded.truncated
         self.skipped += encoded.skipped

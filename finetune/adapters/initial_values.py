@@ -222,15 +222,10 @@ def _initialise_eva(model: PeftModel, calibration: Calibration) -> None:
 
     with _restore_state(model), _translate_peft_errors("eva"):
         state = get_eva_state_dict(
-            model,
-            batches,
-            peft_config=config,
-            forward_fn=forward,
-            prepare_model_inputs_fn=lambda batch, _: batch["mask"],
-            prepare_layer_inputs_fn=_real_tokens,
-            adapter_name=ADAPTER,
-            show_progress_bar=False,
-        )
+            model, batches, peft_config=config, forward_fn=forward,
+            prepare_model_inputs_fn=lambda batch, _: batch["mask"], prepare_layer_inputs_fn=_real_tokens,
+            adapter_name=ADAPTER, show_progress_bar=False,
+        )  # fmt: skip
         initialize_lora_eva_weights(model, eva_state_dict=state)
     config.init_lora_weights, config.eva_config = True, None
 

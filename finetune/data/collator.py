@@ -155,15 +155,10 @@ class Collator:
         count = self.counts[flat].sum() if masked is None else (labels != IGNORE).sum()
         lengths = self.lengths[flat].astype(np.int64)
         return MicroBatch(
-            inputs,
-            torch.from_numpy(target),
-            int(count),
-            len(flat),
-            tuple(rows),
+            inputs, torch.from_numpy(target), int(count), len(flat), tuple(rows),
             None if self.row_labels is not None else torch.from_numpy(np.flatnonzero(labels != IGNORE)),
-            padded=not mask.all(),
-            real=(int(lengths.sum()) + decoder_tokens, int(np.square(lengths).sum())),
-        )
+            padded=not mask.all(), real=(int(lengths.sum()) + decoder_tokens, int(np.square(lengths).sum())),
+        )  # fmt: skip
 
 
 def _cross(own: LabelledTokens, foreign: LabelledTokens) -> LabelledTokens:
@@ -187,15 +182,10 @@ def _collate_rows(rows: Sequence[LabelledTokens], pad_id: int, multiple: int) ->
     mask = (np.arange(width) < lengths[:, None]).astype(np.int64)
     ids = torch.from_numpy(_pad([ids for ids, _ in rows], width, pad_id))
     return MicroBatch(
-        {"input_ids": ids, "attention_mask": torch.from_numpy(mask)},
-        torch.from_numpy(labels),
-        len(rows),
-        len(rows),
-        tuple((r,) for r in range(len(rows))),
-        torch.from_numpy(np.flatnonzero(labels != IGNORE)),
-        padded=not mask.all(),
-        real=(int(lengths.sum()), int(np.square(lengths).sum())),
-    )
+        {"input_ids": ids, "attention_mask": torch.from_numpy(mask)}, torch.from_numpy(labels), len(rows), len(rows),
+        tuple((r,) for r in range(len(rows))), torch.from_numpy(np.flatnonzero(labels != IGNORE)),
+        padded=not mask.all(), real=(int(lengths.sum()), int(np.square(lengths).sum())),
+    )  # fmt: skip
 
 
 def _pad(rows: Sequence[np.ndarray], width: int, value: int) -> np.ndarray:

@@ -171,14 +171,8 @@ def predict_seconds(
     host = max(0.0, layers * work.kernels * constants.launch - stage - gathers)
     sent = 0.0 if p == 1 else 2 * work.virtual * 2 * b * s * h * 2 * repeats / t / network
     return StepSeconds(
-        products=products * work.micro,
-        elements=elements * work.micro,
-        tensor=tensor * work.micro,
-        gathers=gathers * work.micro,
-        bubble=(p - 1) / work.virtual * (stage + gathers + host),
-        pipeline=sent * work.micro,
-        gradients=work.reduced / (inner if work.reduced_inside else network),
-        head=head * work.micro,
-        experts=exchange * work.micro,
-        host=host * work.micro,
-    )
+        products=products * work.micro, elements=elements * work.micro, tensor=tensor * work.micro,
+        gathers=gathers * work.micro, bubble=(p - 1) / work.virtual * (stage + gathers + host),
+        pipeline=sent * work.micro, gradients=work.reduced / (inner if work.reduced_inside else network),
+        head=head * work.micro, experts=exchange * work.micro, host=host * work.micro,
+    )  # fmt: skip

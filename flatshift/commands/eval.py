@@ -207,14 +207,9 @@ def _evaluate_side_by_side(flags: Flags, argv: list[str], overrides: list[Any]) 
         from flatshift.experiments.workflows.few_shot import FewShot, read_prompt
 
         few_shot = FewShot(
-            prompt=read_prompt(flags.prompt),
-            name=flags.prompt,
-            shots=flags.shots,
-            source=flags.shots_from,
-            seeds=flags.shot_seeds,
-            score=flags.score,
-            spoken=flags.prompt_language,
-        )
+            prompt=read_prompt(flags.prompt), name=flags.prompt, shots=flags.shots, source=flags.shots_from,
+            seeds=flags.shot_seeds, score=flags.score, spoken=flags.prompt_language,
+        )  # fmt: skip
     sampling = None
     if flags.samples:
         from flatshift.experiments.workflows.samples import Sampling

@@ -78,7 +78,7 @@ class Pool:
             ordered = np.sort(bits)
             shared = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
             occurrences: Counter[str] = Counter()
-            for row in np.flatnonzero(np.isin(bits, shared)).tolist() if len(shared) else ():
+            for row in np.flatnonzero(np.isin(bits, shared, kind="sort")).tolist() if len(shared) else ():
                 name = self.ids[row]
                 if occurrences[name]:
                     bits[row] = digest(f"{name}\x1f{occurrences[name]}")

@@ -147,15 +147,9 @@ def descend(
         relative /= 3.0
     kernel.absorb(g, settings.epsilon)
     at, used = solve_dense(
-        kernel,
-        g,
-        marginal=b,
-        tolerance=tolerance,
-        max_iterations=settings.max_iterations - iterations,
-        newton_columns=newton_columns,
-        inverse=inverse,
-        on_iterations=_iteration_progress(settings, iterations),
-    )
+        kernel, g, marginal=b, tolerance=tolerance, max_iterations=settings.max_iterations - iterations,
+        newton_columns=newton_columns, inverse=inverse, on_iterations=_iteration_progress(settings, iterations),
+    )  # fmt: skip
     return at, iterations + used
 
 
