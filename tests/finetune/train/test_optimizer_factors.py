@@ -175,7 +175,7 @@ def test_the_plan_counts_one_moment_of_factors(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["riemannian", "lora-muon"])
-@pytest.mark.parametrize("regularizer", [GGPO(sigma=0.05), MGPO(rho=0.05)], ids=lambda config: config.kind)
+@pytest.mark.parametrize("regularizer", [GGPO(sigma=0.05), MGPO(rho=0.05, form="code")], ids=lambda c: c.kind)
 def test_a_stage_of_a_bf16_adapter_resumes_with_the_same_bits(tmp_path, kind, regularizer):
     source, task = save_backbone("llama", tmp_path / "model"), LanguageModel()
     settings = {
