@@ -26,7 +26,7 @@ MEANT: Mapping[str, frozenset[str]] = {
         "select.hygiene.length.min_chars select.hygiene.length.min_words select.hygiene.repetition.lines "
         "select.hygiene.repetition.line_chars select.hygiene.repetition.top_ngrams "
         "select.hygiene.repetition.repeated_ngrams select.hygiene.repetition.min_words "
-        "select.hygiene.decontaminate.margin select.method.prior select.method.holdout select.method.attract "
+        "select.hygiene.decontaminate.margin select.method.prior select.method.attract "
         "select.method.repel select.method.floor select.method.sigma",
         "-1": "regularizer.sign",
         "": "task.prompt task.system task.prefix select.cache select.embedder.path select.embedder.pool "
