@@ -31,6 +31,8 @@ from tests.regularizers.methods.test_sam import bits, forwards, theta
 from tests.support.regularizer_models import tiny_llama, tokens, with_lora
 
 RATE, CLIP = 1e-2, 0.05
+NAMES = TrainingArguments.__dataclass_fields__
+CHECKPOINTING = next(name for name in ("activation_checkpointing", "gradient_checkpointing") if name in NAMES)
 """The bound is far below the gradients' norm: every step is clipped."""
 
 
@@ -233,10 +235,7 @@ def test_gradients_are_read_before_they_are_unscaled_and_clipped(tmp_path: Path,
     wanted = plain_norms(with_lora(tiny_llama()), 3)
     reader, model, more = Reader(), with_lora(tiny_llama()), {}
     if "checkpointing" in how:
-        more = {
-            "activation_checkpointing": True,
-            "activation_checkpointing_kwargs": {"use_reentrant": how.startswith("reentrant")},
-        }
+        more = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": how.startswith("reentrant")}}
     run = trainer(tmp_path, model, RegularizerCallback(reader, seed=77), kind=kind, steps=3, **more)
     if how == "scaler":
         scale_losses(run, torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1))
@@ -421,7 +420,7 @@ def test_bf16_with_checkpointing(tmp_path: Path, config: Any) -> None:
         bf16=True,
         steps=2,
         max_grad_norm=1.0,
-        activation_checkpointing=True,
+        **{CHECKPOINTING: True},
     )
     run.train()
     losses = losses_of(run)

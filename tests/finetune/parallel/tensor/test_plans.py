@@ -15,8 +15,19 @@ from flatshift.finetune.parallel.tensor.plans import match_plan
 from tests.support.tensor_models import KINDS, adapted, backbone
 
 
+def _need(kind: str, style: str = "") -> None:
+    """Skip the test if this transformers has no plan of that kind, or one without the style, which later ones have."""
+    import transformers
+
+    plan = transformers.CONFIG_MAPPING[kind].base_model_tp_plan
+    if plan is None or not any(style in str(value) for value in plan.values()):
+        pytest.skip(f"transformers {transformers.__version__} has no such plan of {kind}")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_family_is_cut_by_two_and_four(kind: str) -> None:
+    if kind == "nemotron":
+        _need(kind)
     model = adapted(kind, meta=True)
     for tp in (1, 2, 4):
         check_tensor_plan(model, tp=tp, sequence_parallel=False)
@@ -51,8 +62,11 @@ def test_a_family_without_a_plan() -> None:
 def test_styles_that_are_not_split_here(name: str, words: str) -> None:
     import transformers
 
+    kind = getattr(transformers, f"{name}Config").model_type
+    if name == "GraniteSWA":
+        _need(kind, "local_params")
     with pytest.raises(UserError, match=words.replace(".", r"\.")):
-        tensor_plan(getattr(transformers, f"{name}Config").model_type)
+        tensor_plan(kind)
 
 
 @pytest.mark.parametrize(
@@ -114,6 +128,8 @@ def test_layers_that_the_plan_does_not_know() -> None:
     [("t5", "reads all of the encoder's"), ("vit", "a class token"), ("nemotron", "no plan says after which norm")],
 )
 def test_tokens_that_cannot_be_split(kind: str, why: str) -> None:
+    if kind == "nemotron":
+        _need(kind)
     said = _refusal(adapted(kind, meta=True), sequence_parallel=True)
     assert (
         said.startswith(f"mesh.sequence_parallel: the tokens of model type '{kind}' cannot be split: ") and why in said
