@@ -13,6 +13,7 @@ from itertools import chain, repeat
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.rehearsal_mesh import SIZES
 
@@ -51,6 +52,8 @@ def update(*, dp: bool, tp: bool, replicate: bool) -> list[str]:
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
+    if torch.__version__.startswith("2.11"):
+        pytest.skip("the fake process group of torch 2.11 leaves scattered gradients without values")
     command = [sys.executable, "-m", "tests.support.rehearsal_mesh", *map(json.dumps, MESHES)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
