@@ -99,7 +99,8 @@ def rows(bench: Benchmark, result: Found) -> None:
             continue
         row = bench.row(what, ours=peak.p_value, unit="p of a peak")
         row["verdict"] = {"kind": each.verdict.kind, "evidence": list(each.evidence), "seeds": peak.seeds}
-        row["verdict"] |= {"detectable": peak.detectable.height, "threshold": each.verdict.threshold}
+        crossing = each.verdict.crossing
+        row["verdict"] |= {"detectable": peak.detectable.height, "threshold": crossing and crossing.value}
     for where, base, beside, curve in result.beside:
         what = f"{study.title}, {formats.setting(where)} − {formats.axis_value(base)}: mean of {study.test}"
         row = bench.row(what, ours=beside.mean.value, unit="difference")

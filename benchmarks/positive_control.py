@@ -102,7 +102,7 @@ def document(evaluation: AnalysedCurve) -> dict[str, Any]:
         "location": list(evaluation.location),
         "height": None if peak is None else peak.height.estimate,
         "p": None if peak is None else peak.p_value,
-        "threshold": verdict.threshold,
+        "threshold": verdict.crossing and verdict.crossing.value,
         "evidence": list(evaluation.evidence),
     }
 
