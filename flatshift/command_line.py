@@ -123,8 +123,10 @@ def _split_recipe_keys(argv: list[str], flags: type) -> tuple[list[str], list[tu
                 listed = " or ".join(f"`--{near_key}`" for near_key in near[:3])
                 raise UserError(f"--{name} is no flag of this command; did you mean {listed}?")
             after_key = after_key and not token.startswith("-")
-            first_flag = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
-            words.insert(first_flag if after_key and _ends_in_list(words, flags) else len(words), token)
+            if after_key and _ends_in_list(words, flags):  # before the first flag
+                words.insert(next(place for place, word in enumerate(words) if word.startswith("-")), token)
+            else:
+                words.append(token)
             continue
         if not has_value:
             if not tokens:

@@ -149,6 +149,8 @@ def report_memory_shortage(spec: Select) -> Iterator[None]:
 @contextmanager
 def show_progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
     """Show a selector's `progress(stage, done, total)` as consecutive tasks of the console."""
+    from flatshift.selection.transport.settings import ITERATIONS
+
     start = time.monotonic()
     stage: tuple[str, int] | None = None
     update: ProgressBar | None = None
@@ -161,7 +163,7 @@ def show_progress(console: Console) -> Iterator[Callable[[str, int, int], None]]
             if (name, total) != stage or update is None:
                 tasks.close()
                 stage = name, total
-                update = tasks.enter_context(console.task(name, total, "" if name.endswith("iterations") else "rows"))
+                update = tasks.enter_context(console.task(name, total, "" if name == ITERATIONS else "rows"))
             update(done)
             if done == total:  # the next stage may run long without progress
                 tasks.close()

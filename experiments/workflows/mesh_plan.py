@@ -142,8 +142,7 @@ def _evaluation_cost(sizes: BackboneSizes, recipe: Recipe, train: Train, best: L
 
 def _advice(best: Layout, rules: RuleSettings) -> str:
     packed = dataclasses.replace(rules, mesh=best.mesh, train=dataclasses.replace(best.train, quantization="nf4"))
-    helps = rules.train.quantization is None and broken_rule(packed) is None
-    nf4 = "--train.quantization nf4, " if helps else ""
+    nf4 = "--train.quantization nf4, " if rules.train.quantization is None and broken_rule(packed) is None else ""
     return f"it does not fit: take more or larger devices, {nf4}or fewer rows per step"
 
 

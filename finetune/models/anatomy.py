@@ -104,9 +104,6 @@ def non_language_modules(model: nn.Module) -> tuple[str, ...]:
     return tuple(name for name in (f"{owner}.{child}".lstrip(".") for child, _ in others) if name != language)
 
 
-_TABLES = ("wpe", "position_embedding", "position_embeddings", "embed_positions", "positions_embed")
-
-
 def head_module(model: Any) -> str:
     """Return the name of the outermost module with a classification model's outputs (`classifier`,
     `classification_head`), new or not; empty if there is none."""
@@ -116,6 +113,9 @@ def head_module(model: Any) -> str:
         if getattr(module, "out_features", None) == model.config.num_labels
     ]
     return next((top for top in reversed(tops) if top != model.base_model_prefix), "")
+
+
+_TABLES = ("wpe", "position_embedding", "position_embeddings", "embed_positions", "positions_embed")
 
 
 def position_limit(model: nn.Module) -> int | None:

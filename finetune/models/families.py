@@ -267,11 +267,17 @@ _STACKED = {"packed_colwise": (1, 2), "packed_rowwise": (2, 2), "colwise": (1, 1
 """Style of a stacked parameter → the dim that is split, and the groups along it."""
 
 
-def tensor_plan(kind: str) -> TensorPlan:
-    """Return the tensor-parallel plan of a model type. Raises UserError if it has none."""
+def tensor_plan(kind: str, *, sequence_parallel: bool = False) -> TensorPlan:
+    """Return the tensor-parallel plan of a model type. Raises UserError if it has none, or is to split tokens and
+    cannot."""
     family = find_family(kind)
     if family.tensor is None:
         raise UserError(f"mesh.tp: model type {kind!r} cannot be split: {family.refusal}; leave it at 1, use mesh.dp")
+    if sequence_parallel and not family.tensor.sequence_parallel:
+        raise UserError(
+            f"mesh.sequence_parallel: the tokens of model type {kind!r} cannot be split: {family.tensor.whole}; leave "
+            "it off"
+        )
     return family.tensor
 
 

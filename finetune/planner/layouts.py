@@ -217,13 +217,8 @@ def enumerate_layouts(
 
 
 def _check_axes_divide(sizes: BackboneSizes, requested: Mesh) -> None:
-    if requested.sequence_parallel and not (plan := tensor_plan(sizes.kind)).sequence_parallel:
-        raise UserError(
-            f"mesh.sequence_parallel: the tokens of model type {sizes.kind!r} cannot be split: {plan.whole}; leave it "
-            "off"
-        )
-    if requested.tp > 1:
-        tensor_plan(sizes.kind)
+    if requested.tp > 1 or requested.sequence_parallel:
+        tensor_plan(sizes.kind, sequence_parallel=requested.sequence_parallel)
     if requested.pp > 1:
         block_stacks(sizes.kind)
     if sizes.heads % requested.tp:

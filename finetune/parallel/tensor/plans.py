@@ -188,11 +188,7 @@ def check_tensor_plan(model: nn.Module, *, tp: int, sequence_parallel: bool) -> 
             )
         return
     base, match = unwrap_peft(model), match_plan(model)
-    if sequence_parallel and not match.plan.sequence_parallel:
-        raise UserError(
-            f"mesh.sequence_parallel: the tokens of model type {base.config.model_type!r} cannot be split: "
-            f"{match.plan.whole}; leave it off"
-        )
+    tensor_plan(base.config.model_type, sequence_parallel=sequence_parallel)
     if sequence_parallel and (outside := _find_outside(match)) is not None:
         raise UserError(
             f"mesh.sequence_parallel: {outside} of this mixture of experts is whole on every rank of mesh.tp and takes "
