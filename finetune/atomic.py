@@ -6,6 +6,7 @@ import contextlib
 import errno
 import glob
 import json
+import math
 import os
 import shutil
 import uuid
@@ -200,6 +201,17 @@ def json_text(value: Any, **options: Any) -> str:
     except UnicodeEncodeError:
         return json.dumps(value, ensure_ascii=True, **options)
     return text
+
+
+def to_json_values(value: Any) -> Any:
+    """Convert arrays, tensors and their scalars to JSON values; non-finite numbers to null."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {str(key): to_json_values(child) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json_values(child) for child in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_json_object(path: Path, *keys: str, fix: str = "restore it, or make the run again") -> dict[str, Any]:

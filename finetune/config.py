@@ -251,6 +251,11 @@ class Optimizer:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must each be at least 0 and below 1, got {list(self.betas)}")
 
+    def is_fixed(self, name: str) -> bool:
+        """Return True if `fixed` keeps a trained tensor at its initial values."""
+        is_a = ".lora_A." in name or name.endswith(".lora_embedding_B")
+        return ("a" in (self.fixed or ()) and is_a) or ("head" in (self.fixed or ()) and ".lora_" not in name)
+
 
 Quantization = Literal["nf4", "nf4-double", "int8"]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
@@ -355,11 +360,9 @@ class Train:
     def __post_init__(self) -> None:
         check_bounds(self, steps=(1, None), batch_size=(1, None), accumulate=(1, None), max_length=(2, None))
         check_bounds(self, eval_every=(0, None), patience=(1, None), save_every=(0, None), keep=(1, None))
-        check_bounds(
-            self, seed=(0, 2**63 - 1), skip_nonfinite=(0, None), threads=(1, None), max_dropped=(0, 1), max_cut=(0, 1)
-        )
-        check_bounds(self, backbone_dropout=(0, 0.99), peak_tflops=(1e-6, None), steps=(None, MAX_STEPS))
-        check_bounds(self, max_length=(None, MAX_LENGTH), threads=(None, 4096), epochs=(0, None))
+        check_bounds(self, seed=(0, 2**63 - 1), skip_nonfinite=(0, None), threads=(1, 4096), max_dropped=(0, 1))
+        check_bounds(self, max_cut=(0, 1), backbone_dropout=(0, 0.99), peak_tflops=(1e-6, None), epochs=(0, None))
+        check_bounds(self, steps=(None, MAX_STEPS), max_length=(None, MAX_LENGTH))
         check_nonzero(self, epochs="nothing would be trained; give how often to go through the rows, as 3 or 0.5")
         if self.eval_every > 1 and self.eval_every != int(self.eval_every):
             raise ValueError(f"eval_every must be whole steps, or a share of the steps below 1, got {self.eval_every}")
@@ -424,8 +427,7 @@ class Mesh:
     the longest step so far)."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, replicate=(1, None), dp=(1, None), tp=(1, None), pp=(1, None), cp=(1, None))
-        check_bounds(self, ep=(1, None))
+        check_bounds(self, replicate=(1, None), dp=(1, None), tp=(1, None), pp=(1, None), cp=(1, None), ep=(1, None))
         check_bounds(self, virtual=(1, None), microbatches=(1, None), stall=(5, None))
 
     @property
@@ -495,10 +497,8 @@ class Evaluate:
     head or soft tokens are new."""
 
     def __post_init__(self) -> None:
-        check_bounds(
-            self, batch_size=(1, None), train_limit=(0, None), bootstrap=(1, 1_000_000), confidence=(0.5, 0.9999)
-        )
-        check_bounds(self, cold=(0, None))
+        check_bounds(self, batch_size=(1, None), train_limit=(0, None), cold=(0, None))
+        check_bounds(self, bootstrap=(1, 1_000_000), confidence=(0.5, 0.9999))
 
 
 TrackerKind = Literal["tensorboard", "wandb", "trackio"]

@@ -7,7 +7,9 @@ from typing import Any
 
 
 def format_bytes(count: float) -> str:
-    """Format a number of bytes as GiB or MiB."""
+    """Format a number of bytes as GiB, MiB, KiB or B."""
+    if count < 2**20:
+        return f"{count / 2**10:.1f} KiB" if count >= 2**10 else f"{count:.0f} B"
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 

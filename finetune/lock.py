@@ -46,6 +46,8 @@ def exclusive_lock(path: str | Path, *, alternative: str = "name another --out")
     Raises UserError that names the process holding the lock, or if the path cannot be written.
     """
     real = Path(os.path.realpath(path))
+    if real.parent.is_dir() and not Path(path).parent.is_dir():  # MISSING/../NAME: no check of `path` would find NAME
+        raise UserError(f"{path} leads through a directory that is not there; leave it out of the path")
     created: list[Path] = []
     try:
         fd, lock = _acquire(real, path, alternative, created)

@@ -1,13 +1,22 @@
-"""CPU of this machine, and child Python processes on it. Imports nothing heavy."""
+"""CPU and installed packages of this machine, and child Python processes on it. Imports nothing heavy."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package; None without it."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 @functools.cache

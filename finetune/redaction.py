@@ -47,16 +47,14 @@ _WITH_SIGNATURE = re.compile(
 
 def redact_urls(text: str) -> str:
     """Return `text` with every address in it stripped of user, password and signature parameters."""
-    return _ADDRESS.sub(lambda match: _redact_match(match[0]), text) if ":/" in text else text
+    if ":/" not in text:
+        return text
+    return _ADDRESS.sub(lambda match: _redact(match[0].rstrip(_AFTER)) + _ending(match[0]), text)
 
 
 def join_command(words: Iterable[str]) -> str:
     """Return a command for a shell, without the secrets of its addresses."""
     return shlex.join(map(redact_urls, words))
-
-
-def _redact_match(address: str) -> str:
-    return _redact(address.rstrip(_AFTER)) + _ending(address)
 
 
 def _ending(match: str) -> str:
@@ -115,16 +113,51 @@ def _variable(hidden: str) -> str:
 
 
 _RECORDS = (".json", ".jsonl", ".txt", ".yaml", ".yml", ".html", ".md", ".svg", ".csv", ".tsv", ".toml", ".log")
-_DATA = ("selected.jsonl", "predictions")
-"""Names of files that hold rows of the user, whose addresses are data."""
+_ROWS = re.compile(
+    r"(?:.*/)?(?:(?:selected|targets|drops|generations)\.jsonl|reference\.json|predictions[^/]*"
+    r"|rows/[^/]+/(?:train|validation|test)\.jsonl|[^/]+-texts/(?:pool|target)\.jsonl)"
+)
+"""Files that hold rows of the user, whose addresses are data."""
+_INPUTS = {"manifest.json": '"path": ', "recipe.resolved.yaml": "", "study.recipe.yaml": "", "command.txt": ""}
+"""Files that name the inputs of a command, each with a text of the lines that do."""
+_QUOTING = ("log.txt", "report.html")
+"""Files that quote rows of the user."""
+_STORE_SIGNATURE = re.compile(r"sig|signature|awsaccesskeyid|(?:x-[a-z]+|q)-(?:signature|credential|security-token)")
 
 
 def find_secrets(directory: Path) -> Iterator[tuple[Path, int]]:
-    """Yield file and line of every address with a secret in the records of a directory made by a command."""
-    for file in sorted(directory.rglob("*")):
-        if file.suffix not in _RECORDS or file.name.startswith(_DATA) or not file.is_file():
+    """Yield file and line of every address with a secret in the records of a directory made by a command.
+
+    Rows are data: their files are not searched, and where they are quoted, in a log and a page, an address counts only
+    if it begins as an input of a command there does, or holds a password or the signature of a store.
+    """
+    files = [file for file in sorted(directory.rglob("*")) if file.suffix in _RECORDS and file.is_file()]
+    marks = {file: _INPUTS[file.name] for file in files if file.name in _INPUTS}
+    named = (_redact(address) for file, mark in marks.items() for _, address in _find_addresses(file, mark))
+    inputs = tuple({address.partition("*")[0] for address in named})
+    for file in files:
+        if _ROWS.fullmatch(file.as_posix()) is not None:
             continue
-        with file.open(encoding="utf-8", errors="replace") as lines:
-            for number, line in enumerate(lines, start=1):
-                if redact_urls(line) != line:
-                    yield file, number
+        lines = (
+            number
+            for number, address in _find_addresses(file)
+            if (hidden := _redact(address)) != address
+            and (file.name not in _QUOTING or hidden.startswith(inputs) or _is_signed(address))
+        )
+        yield from ((file, number) for number in dict.fromkeys(lines))
+
+
+def _find_addresses(file: Path, mark: str = "") -> Iterator[tuple[int, str]]:
+    """Yield line and text of every address in the lines of `file` that contain `mark`, with a plain & for escaped
+    ones."""
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, start=1):
+            for match in _ADDRESS.finditer(line) if ":/" in line and mark in line else ():
+                yield number, match[0].rstrip(_AFTER).replace("&amp;", "&").replace("\\u0026", "&")
+
+
+def _is_signed(address: str) -> bool:
+    """Return True for an address with a password, or with a parameter by which stores sign."""
+    prefix = _USER.match(address)
+    names = (unquote(part.partition("=")[0]).lower() for part in _SEPARATOR.split(address)[2::2])
+    return (prefix is not None and ":" in prefix["user"]) or any(map(_STORE_SIGNATURE.fullmatch, names))

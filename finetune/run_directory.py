@@ -8,7 +8,6 @@ read_metrics(run.path / "metrics.jsonl")        # the last line for a step wins,
 from __future__ import annotations
 
 import errno
-import importlib.metadata
 import json
 import math
 import os
@@ -35,7 +34,7 @@ from .atomic import (
 )
 from .digests import check_files
 from .errors import Interrupted, UserError, describe_disk_error, escape_control_characters, is_disk_full
-from .machine import count_cores, cpu_info
+from .machine import count_cores, cpu_info, installed_version
 from .redaction import join_command
 
 ENVIRONMENT, COMMAND, RECIPE, MANIFEST = "environment.json", "command.txt", "recipe.resolved.yaml", "manifest.json"
@@ -166,7 +165,7 @@ def check_empty(path: str | Path, *, resumable: bool = False) -> None:
 
 def check_new_file(path: Path) -> None:
     """Raise UserError if there is a file, a directory or a link, even to nothing, at `path`."""
-    if path.exists() or path.is_symlink():
+    if Path(os.path.realpath(path)).exists() or path.is_symlink():  # of MISSING/../NAME too
         raise UserError(f"--out: {path} exists; name another file or remove it")
 
 
@@ -239,13 +238,7 @@ def collect_environment() -> dict[str, Any]:
         "commit": _source_commit(),
         "variables": {name: os.environ[name] for name in _THREADS if name in os.environ},
     }
-    versions: dict[str, str | None] = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    environment["versions"] = versions
+    environment["versions"] = {package: installed_version(package) for package in _PACKAGES}
     torch = sys.modules.get("torch")  # only if already imported: a selection may run without it
     if torch is not None:
         environment["threads"] = torch.get_num_threads()

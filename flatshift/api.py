@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from flatshift.finetune.errors import UserError, is_remote, shorten, store_address
+from flatshift.finetune.errors import UserError, is_remote, shorten, store_address, user_path
 from flatshift.finetune.redaction import hide_secrets
 
 if TYPE_CHECKING:
@@ -60,16 +60,13 @@ def load_recipe(reference: str | Path | None = None, overrides: Overrides | None
 
 def _resolve_recipe(recipe: Any, overrides: Overrides | None, function: str) -> Resolved:
     from flatshift.experiments.recipe import Resolved, from_mapping
-    from flatshift.experiments.recipe.resolve import resolve_tree
+    from flatshift.experiments.recipe.resolve import resolve_object, resolve_tree
     from flatshift.experiments.recipe.schema import Recipe
 
     if isinstance(recipe, str | Path):
         return load_recipe(recipe, overrides)
     if isinstance(recipe, Recipe):
-        blocks: dict[str, Any] = dict(vars(recipe))
-        if recipe.train.epochs is not None:  # Recipe always fills in steps; with epochs they must not count as set
-            blocks["train"] = {k: v for k, v in vars(recipe.train).items() if k != "steps"}
-        recipe = resolve_tree(from_mapping(blocks, "Recipe"), (), name="recipe")
+        recipe = resolve_object(recipe)
     if not isinstance(recipe, Resolved):
         raise _type_error(function, "recipe", "what load_recipe returns, a Recipe, a shipped name or a file", recipe)
     if not overrides:
@@ -86,7 +83,7 @@ def _local_path(function: str, name: str, value: Any) -> Path:
         raise _type_error(function, name, "a path", value)
     if is_remote(value):
         raise UserError(f"{function}: {name} {value}: results are in a local directory; name one, and copy it")
-    return Path(value)
+    return user_path(value)
 
 
 def train(
@@ -232,7 +229,7 @@ class Run:
         """Draw the run's page again, by default its `report.html`."""
         from flatshift.experiments.report.page import build_report
 
-        return build_report([self.path], out=out or self.path / "report.html")
+        return build_report([self.path], out=_local_path("report", "out", out or self.path / "report.html"))
 
 
 def select(
@@ -258,9 +255,10 @@ def select(
 
         flatshift.select(pool_texts, target_texts, budget=100).texts
     """
-    kind = "select.method.kind" if isinstance(method, str) else "select.method"
-    options: dict[str, Any] = {"select.budget": budget, kind: method, "select.embedder": embedder}
-    settings = {key: value for key, value in options.items() if value is not None}
+    options: dict[str, Any] = {"select.method": method, "select.embedder": embedder}
+    options = {key + ".kind" * isinstance(value, str): value for key, value in options.items()}
+    settings = {key: value for key, value in {"select.budget": budget, **options}.items() if value is not None}
+    texts: dict[Path, list[str]] = {}
     with tempfile.TemporaryDirectory(prefix="flatshift-") as temporary:
         directory = Path(temporary) / "selection" if out is None else _local_path("select", "out", out)
         if target is None:
@@ -272,13 +270,14 @@ def select(
                 raise UserError("select: budget is missing; say how many of the pool's texts to choose")
             folder = Path(temporary) if out is None else directory.with_name(f"{directory.name}-texts")
             for name, side in (("pool", pool), ("target", target)):
-                settings[f"select.{name}.files"] = _side_files(name, side, folder)
+                settings[f"select.{name}.files"] = _side_files(name, side, folder, texts)
             if not _names_files(target):
                 settings["data.holdout"] = 0.0  # no training reads these texts, so none are held out
             resolved = load_recipe(None, {**settings, **(overrides or {})})
         from flatshift.experiments.select.select import select
 
-        manifest = select(resolved, directory, quiet=quiet or out is None, draw=None if out is None else draw_report)
+        draw = None if out is None else draw_report
+        manifest = select(resolved, directory, quiet=quiet or out is None, draw=draw, setup=lambda: _write_texts(texts))
         assert resolved.recipe.select is not None
         is_listed, text = target is not None and not _names_files(pool), resolved.recipe.select.columns.text
         return Selection.read(directory, manifest, text, is_listed, path=None if out is None else directory)
@@ -290,19 +289,19 @@ def embedder(
     """Return a function texts → (n, dim) float32, the vectors used by `select`, for use in other data engines.
 
     embedder: `"backbone"`, `"encoder"`, `"gradients"`, `"static"` or its settings. moments: for gradients, some texts
-    of the pool, the same in every task and for the target. overrides: recipe keys, such as `{"backbone": DIR}`. The
-    function can be pickled, and loads its model at a process's first call.
+    of the pool, the same in every task and for the target. overrides: recipe keys, such as `{"backbone": DIR}` or
+    `{"select.embedder.path": DIR}`. The function can be pickled, and loads its model at a process's first call.
     Raises UserError for an embedder that is fitted to pool and target, or gradients without `moments`.
 
         ShardWriter("features", flatshift.embedder("gradients", moments=some_texts))
     """
     from flatshift.experiments.select.embedding import RecipeEmbedder
 
-    recipe = load_recipe(None, {"select.embedder": embedder, **(overrides or {})}).recipe
+    key = "select.embedder.kind" if isinstance(embedder, str) else "select.embedder"
+    recipe = load_recipe(None, {key: embedder, **(overrides or {})}).recipe
     assert recipe.select is not None
-    return RecipeEmbedder(
-        recipe, recipe.select.embedder, _check_texts("embedder", "moments", moments) if moments else ()
-    )
+    texts = _check_texts("embedder", "moments", moments) if moments else ()
+    return RecipeEmbedder(recipe, recipe.select.embedder, texts)
 
 
 def _names_files(value: Any) -> bool:
@@ -314,19 +313,23 @@ def _is_sized(values: Any) -> bool:
     return hasattr(values, "__iter__") and hasattr(values, "__len__")
 
 
-def _side_files(name: str, value: Any, folder: Path) -> list[str]:
+def _side_files(name: str, value: Any, folder: Path, texts: dict[Path, list[str]]) -> list[str]:
+    """Return the files of a side; a list of texts is added to `texts` under the file that is to hold it."""
     if _names_files(value):
         return _check_files("select", name, value)
-    texts = _check_texts("select", name, value)
-    if not texts:
+    file = folder / f"{name}.jsonl"
+    texts[file] = _check_texts("select", name, value)
+    if not texts[file]:
         raise UserError(f"select: {name} is empty; give at least one text")
+    return [str(file)]
+
+
+def _write_texts(texts: Mapping[Path, Sequence[str]]) -> None:
     from flatshift.finetune.atomic import write_text
 
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = (json.dumps({"id": str(row), "text": text}) + "\n" for row, text in enumerate(texts))
-    file = folder / f"{name}.jsonl"
-    write_text(file, "".join(lines))
-    return [str(file)]
+    for file, side in texts.items():
+        lines = (json.dumps({"id": str(row), "text": text}) + "\n" for row, text in enumerate(side))
+        write_text(file, "".join(lines))
 
 
 def _check_texts(function: str, name: str, value: Any) -> list[str]:
@@ -370,7 +373,7 @@ class Selection:
         """Positions in the given list; raises UserError if the pool was files, whose records have their own ids."""
         if not self.is_listed:
             raise UserError("select: the pool was files, whose records have ids; use .ids")
-        return [int(id_) for id_ in self.ids]
+        return [int(id_.partition("#")[0]) for id_ in self.ids]  # `#`: the number of a piece
 
     @classmethod
     def read(
@@ -379,13 +382,12 @@ class Selection:
         """Read from a directory of `select`; text: column of the texts."""
         import pyarrow.parquet as pq
 
-        columns = ["id", "score", "rank", "selected", "nearest_target"]
-        table = pq.read_table(directory / "scores.parquet", columns=columns).to_pydict()
+        table = pq.read_table(directory / "scores.parquet", columns=["id", "score", "nearest_target"]).to_pydict()
         positions = {id_: row for row, id_ in enumerate(table["id"])}
         lines = (directory / "selected.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
         records = [json.loads(line) for line in lines]
         ids = [str(record.get("repeat_of", record["id"])) for record in records]
-        texts = [str(record.get(text, record.get("source", ""))) for record in records]
+        texts = [str(record[text]) for record in records]
         nearest = [table["nearest_target"][positions[id_]] for id_ in ids]
         return cls(ids, texts, dict(zip(table["id"], table["score"], strict=True)), nearest, manifest, path, is_listed)
 
@@ -461,9 +463,9 @@ class Sweep:
     @cached_property
     def data(self) -> SweepData:
         """Cells as read by the report page."""
-        from flatshift.experiments.results.sweep import read_sweep
+        from flatshift.experiments.results.run import read_run
 
-        data = read_sweep(self.path)
+        data = read_run(self.path).sweep
         assert data is not None
         return data
 
@@ -507,4 +509,4 @@ def compare(
     from flatshift.experiments.studies.compare.run import compare
 
     trees = [from_mapping(overrides)] if overrides else []
-    return compare(os.fspath(recipe), Path(out), overrides=trees, page=page, **options)
+    return compare(os.fspath(recipe), _local_path("compare", "out", out), overrides=trees, page=page, **options)

@@ -23,13 +23,13 @@ from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin,
 import tyro
 from tyro import constructors
 
-from flatshift.experiments.recipe import from_override, refuse_contradictions, shipped_recipes
-from flatshift.experiments.recipe.json_schema import field_docs, hint_options
-from flatshift.experiments.recipe.schema import Recipe, find_keys_ending_with, list_keys
+from flatshift.experiments.recipe import from_override, gallery_recipes, refuse_contradictions, shipped_recipes
+from flatshift.experiments.recipe.json_schema import field_docs
+from flatshift.experiments.recipe.schema import Recipe, find_keys_ending_with, hint_options, list_keys, split_key
 from flatshift.experiments.recipe.tree import kinds_first
 from flatshift.experiments.run.console import pause_heartbeat
 from flatshift.finetune.config import MAX_LENGTH
-from flatshift.finetune.errors import UserError, shorten
+from flatshift.finetune.errors import UserError, is_remote, shorten, user_path
 from flatshift.finetune.launch import spawn
 from flatshift.finetune.models.quantize import check_available
 from flatshift.finetune.planner.rules import RuleSettings, check_settings
@@ -76,7 +76,7 @@ def split_overrides(argv: list[str], flags: type) -> tuple[list[str], list[Any]]
     """Take recipe keys out of a command line: `--a.b value`, `--a.b=value`, and undotted recipe fields.
 
     A key that takes a list takes several words (`--adapter.targets q_proj v_proj`); before the recipe is named, the
-    last of them is the recipe.
+    last of them is the recipe, unless one need not be named and it is none.
 
     Raises UserError: a key without its value, two that contradict each other, or the last word of a key alone
     (`--steps`).
@@ -94,11 +94,14 @@ def recipe_arguments(argv: list[str], flags: type, *, without: str) -> list[str]
     return [word for key, flag, value in settings if key.partition(".")[0] != without for word in (flag, value)]
 
 
-def remove_flags(argv: list[str], names: Collection[str]) -> list[str]:
-    """Return a command line without the flags `names` and the one value of each."""
-    words, tokens = [], iter(argv)
+def remove_flags(argv: Sequence[str], names: Collection[str], *, several: str | None = None) -> list[str]:
+    """Return a command line without the flags `names` and the one value of each, and `several` with all its values."""
+    words, tokens, skips = [], iter(argv), False
     for token in tokens:
         name, has_value, _ = token.partition("=")
+        skips = name == f"--{several}" or (skips and not token.startswith("-"))
+        if skips:
+            continue
         if name not in {f"--{flag}" for flag in names}:
             words.append(token)
         elif not has_value:
@@ -132,17 +135,30 @@ def _split_recipe_keys(argv: list[str], flags: type) -> tuple[list[str], list[tu
             if not tokens:
                 raise UserError(f"--{name} needs a value")
             value = tokens.popleft()
-            if key in list_keys() and not value.startswith(("[", "-")):
+            if split_key(name)[1] in list_keys() and not value.startswith(("[", "-")):
                 more = list(itertools.takewhile(lambda word: not word.startswith("-"), tokens))
-                if not _names_positional(words, flags):
+                if more and not _names_positional(words, flags) and _may_be_positional(more[-1], argv, flags):
                     more = more[:-1]
                 if more:
                     value = f"[{', '.join(map(_list_item, (value, *more)))}]"
                 for _ in more:
                     tokens.popleft()
-        settings.append((key, f"--{name}", value))
+        settings.append((".".join(split_key(name)[0]), f"--{name}", value))
         after_key = True
     return words, settings
+
+
+def _may_be_positional(word: str, argv: Sequence[str], flags: type) -> bool:
+    """Return True if the last word after a key may be the recipe, or the run, rather than one more value."""
+    if {"--like", "--resume"} & {token.partition("=")[0] for token in argv}:
+        return False
+    is_optional = hasattr(flags, "recipe") and not hasattr(flags, "like")  # a field with a default is an attribute
+    return not is_optional or _names_recipe(word)
+
+
+def _names_recipe(word: str) -> bool:
+    """Return True for a file of YAML and for the name of a recipe that ships."""
+    return word.endswith((".yaml", ".yml")) or word in shipped_recipes() or word in gallery_recipes()
 
 
 def _names_positional(words: Sequence[str], flags: type) -> bool:
@@ -182,7 +198,7 @@ def data_override(files: tuple[str, ...], overrides: Sequence[Any]) -> list[Any]
     """
     if not files:
         return list(overrides)
-    if files[-1] in shipped_recipes() or files[-1].endswith((".yaml", ".yml")):
+    if _names_recipe(files[-1]):
         raise UserError(f"--data takes every word after it as a file, {files[-1]} too; write the recipe before --data")
     overrides = [*overrides, from_override("data.train.files", files, "--data")]
     refuse_contradictions(overrides)
@@ -218,7 +234,7 @@ def parse_flags(flags: type[FlagsT], name: str, argv: Sequence[str]) -> FlagsT:
             parsed: FlagsT = tyro.cli(flags, prog=f"flatshift {name}", args=words, registry=form)
         _check_no_empty_values(argv)
         _check_bounds(parsed)
-        return _hide_secrets(parsed)
+        return _clean_values(parsed)
     except SystemExit as stop:
         if not stop.code:
             raise
@@ -261,16 +277,18 @@ def _name_value(name: str, hint: Any, *, required: bool) -> str | None:
     return form if required else f"[{form}]"
 
 
-def _hide_secrets(flags: FlagsT) -> FlagsT:
-    """Return `flags` with every address that they hold stripped of its secrets."""
-    fields = dataclasses.fields(flags)  # type: ignore[arg-type]
-    values = {field.name: getattr(flags, field.name) for field in fields if field.name not in _MAY_BE_EMPTY}
-    for name, value in values.items():
-        clean = [
-            hide_secrets(v) if isinstance(v, str) else v for v in (value if isinstance(value, tuple) else (value,))
-        ]
-        values[name] = tuple(clean) if isinstance(value, tuple) else clean[0]
-    return dataclasses.replace(flags, **values)  # type: ignore[type-var]
+def _clean_values(flags: FlagsT) -> FlagsT:
+    """Return `flags` with every address stripped of its secrets, and a leading `~` of paths expanded."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(clean, value))
+        if isinstance(value, Path) and not is_remote(value):
+            return user_path(value)
+        return hide_secrets(value) if isinstance(value, str) else value
+
+    names = [field.name for field in dataclasses.fields(flags) if field.name not in _MAY_BE_EMPTY]  # type: ignore[arg-type]
+    return dataclasses.replace(flags, **{name: clean(getattr(flags, name)) for name in names})  # type: ignore[type-var]
 
 
 def _check_lists_given_once(argv: Sequence[str], flags: type) -> None:

@@ -6,12 +6,14 @@ Printed to stderr, so that stdout stays machine-readable. Imports no torch.
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flatshift.experiments.recipe import from_mapping, load_recipe, resume_recipe
 from flatshift.finetune.errors import UserError, escape_control_characters, shorten
 from flatshift.finetune.evaluate.metrics import find_metric
 from flatshift.finetune.redaction import redact_urls
@@ -66,14 +68,24 @@ def commands_after_run(run: RunResults) -> list[list[str]]:
     path = str(run.path)
     held_out = [name for split in ("test", "dev") for name in run.split_files(split)]
     rows = held_out[0] if held_out else NEW_ROWS
+    if resume_recipe(run.path).recipe.adapter.projector is not None:  # the other commands hand no features in
+        return [["flatshift", "eval", path, "--data", rows]]
     chat = [["flatshift", "chat", path]] if _answers_prompts(run) else []
     predict = ["flatshift", "predict", path, "--data", rows, "--out", f"{run.path.resolve().name}-predictions.csv"]
     return [*chat, predict, *_export_commands(run.path)]
 
 
 def _export_commands(path: Path, *, done: str = "") -> list[list[str]]:
-    """Return `merge` and `export` of a run, unless their default directories exist or they are `done` elsewhere."""
-    folders = {"merge": "merged", "export": "export"}
+    """Return `merge` and `export` of a run where they take its adapter, unless their default directories exist or they
+    are `done` elsewhere."""
+    from flatshift.finetune.models.backbone import open_backbone
+
+    recipe = resume_recipe(path).recipe
+    adapter, folders = recipe.adapter, {"merge": "merged", "export": "export"}
+    if adapter.soft_tokens is not None or adapter.init == "loftq" or open_backbone(recipe.backbone).is_quantised:
+        del folders["merge"]
+    if adapter.projector is not None:
+        del folders["export"]
     remaining = [name for name, folder in folders.items() if name != done and not (path / folder).exists()]
     return [["flatshift", name, str(path)] for name in remaining]
 
@@ -84,7 +96,8 @@ def print_export_outcome(path: Path, exported: Path) -> None:
 
 
 def _push_command(folder: Path, path: Path) -> list[str]:
-    return ["flatshift", "push", str(folder), f"ORGANISATION/{path.resolve().name}"]
+    name = re.sub(r"[^A-Za-z0-9_.]+|\.{2,}", "-", path.resolve().name).strip("-._")[:96]  # what a hub allows
+    return ["flatshift", "push", str(folder), f"ORGANISATION/{name or 'NAME'}"]
 
 
 def print_merge_outcome(path: Path, merged: Path) -> None:
@@ -106,8 +119,6 @@ def print_prediction_outcome(path: Path, data: Sequence[str], overrides: Sequenc
 
     overrides: how the rows were read; words: the same as on a command line.
     """
-    from flatshift.experiments.recipe import resume_recipe
-
     recipe = resume_recipe(path, overrides, other_rows=True).recipe
     commands = [["flatshift", "report", str(path)], *_export_commands(path)]
     if _has_columns(data, recipe.data.columns, recipe.task):
@@ -140,8 +151,7 @@ def print_selection_outcome(path: Path, recipe: str | None, words: Sequence[str]
     rows, run = [], read_run(path)
     records = run.selection.top[:_MAX_RECORDS] if run.selection is not None else []
     for i, record in enumerate(records, 1):
-        texts = [v for k, v in record.items() if isinstance(v, str) and k not in ("id", "domain", "source")]
-        text = record.get(run.recipe["select"]["columns"]["text"]) or (texts or [""])[0]
+        text = str(record.get(run.recipe["select"]["columns"]["text"], ""))
         score = number(float(record["score"])) if isinstance(record.get("score"), int | float) else "–"
         rows.append([str(record.get("rank", i)), score, shorten(" ".join(text.split()), _MAX_TEXT)])
     commands = _training_commands(path, run)
@@ -154,7 +164,6 @@ def print_selection_outcome(path: Path, recipe: str | None, words: Sequence[str]
 def _training_commands(path: Path, run: RunResults) -> list[list[str]]:
     """Return trainings on the selection, on its backbone: a warm-up before a classifier of the target, where that has
     labels, and language modelling; none of a backbone that learns no texts by themselves."""
-    from flatshift.experiments.recipe import load_recipe
     from flatshift.finetune.data.formats import SAMPLE
     from flatshift.finetune.models.backbone import open_backbone
 
@@ -171,11 +180,19 @@ def _training_commands(path: Path, run: RunResults) -> list[list[str]]:
     if text != usual.data.columns.text:
         more += ["--data.columns.text", text]
     commands = [["flatshift", "train", "language-model", "--data", str(path / "selected.jsonl"), *more, *kind]]
-    target, warm_up = run.split_files("target", block="select"), load_recipe("warmup").recipe
+    target, data = run.split_files("target", block="select"), recipe["data"]
+    warm_up = load_recipe("warmup", [from_mapping({"data.train.files": target})]).recipe
     columns = dataclasses.replace(warm_up.data.columns, text=text)
-    if target and recipe.get("warmup") is None and _has_columns(target, columns, warm_up.task):
+    needs_rows = data["holdout"] == 0 < warm_up.data.holdout  # none were set apart to evaluate it on
+    if target and recipe.get("warmup") is None and not needs_rows and _has_columns(target, columns, warm_up.task):
         seed = recipe["train"]["seed"]
         more += [] if seed == warm_up.train.seed else ["--train.seed", str(seed)]
+        share, splits = data["holdout"], tuple(data["holdout_splits"])
+        # A sample has dev and test rows of its own.
+        if warm_up.data.holdout and (share, splits) != (warm_up.data.holdout, warm_up.data.holdout_splits):
+            more += ["--data.holdout", str(share), "--data.holdout_splits", f"[{', '.join(splits)}]"]
+        if recipe["select"]["bad_rows"] != warm_up.data.bad_rows:
+            more += ["--data.bad_rows", recipe["select"]["bad_rows"]]
         if not all(name.startswith(SAMPLE) for name in target):
             more += ["--data.train.limit", "null"]  # the recipe's is of the sample
         commands.insert(0, ["flatshift", "train", "warmup", "--select.from", str(path), "--data", *target, *more])
@@ -187,9 +204,9 @@ def summarize_sweep(path: Path) -> dict[str, Any]:
     for one, as plain values. Raises UserError for a sweep that cannot be read."""
     from flatshift.experiments.report.chapters.sweep_verdicts import missing_verdict_reasons
     from flatshift.experiments.results.analysis import SweepAnalysis
-    from flatshift.experiments.results.sweep import read_sweep
+    from flatshift.experiments.results.run import read_run
 
-    data = read_sweep(path)
+    data = read_run(path).sweep
     if data is None:
         empty: dict[str, Any] = {"figure": None, "best": None, "ties": [], "majority": None, "verdicts": []}
         return {"directory": str(path), **empty, "missing": []}
@@ -219,15 +236,15 @@ def summarize_sweep(path: Path) -> dict[str, Any]:
 def print_sweep_outcome(path: Path, argv: Sequence[str]) -> None:
     """Print the setting with the lowest error, the verdicts or what is missing for one, and the next commands.
 
-    argv: arguments of the command, to be run with more seeds where a curve is undecided. Raises UserError for a sweep
-    that cannot be read.
+    argv: arguments of the command without `--seeds`, to be run with more where a curve is undecided. Raises UserError
+    for a sweep that cannot be read.
     """
     from flatshift.experiments.report import formats
     from flatshift.experiments.report.chapters.sweep_verdicts import format_lowest, missing_verdict_reasons
     from flatshift.experiments.results.analysis import SweepAnalysis
-    from flatshift.experiments.results.sweep import read_sweep
+    from flatshift.experiments.results.run import read_run
 
-    data = read_sweep(path)
+    data = read_run(path).sweep
     if data is None:
         return
     column = data.error_columns()[0]
@@ -244,11 +261,8 @@ def print_sweep_outcome(path: Path, argv: Sequence[str]) -> None:
         position = f"along {curve.axis}" + (f", {formats.setting(curve.setting)}" if curve.setting else "")
         rows.append(["verdict", position, curve.verdict.kind])
     if any(curve.verdict.kind == "undecided" for curve in curves) and "--until" not in argv:
-        words = list(argv)
-        for i in [i for i, word in enumerate(words) if word.partition("=")[0] == "--seeds"]:
-            del words[i : i + 1 + ("=" not in words[i])]
         seeds = max(curve.verdict.seeds_needed or 0 for curve in curves)
-        commands.insert(0, ["flatshift", "sweep", *words, "--seeds", str(max(seeds, 2 * (data.planned_seeds or 0), 5))])
+        commands.insert(0, ["flatshift", "sweep", *argv, "--seeds", str(max(seeds, 2 * (data.planned_seeds or 0), 5))])
     if len(curves) > _MAX_VERDICTS:
         rows.append(["verdict", f"{len(curves) - _MAX_VERDICTS} more curves", "see the report"])
     table = formats.align_columns(["what", "where", "found"], rows) if rows else ""

@@ -220,11 +220,11 @@ class Sharpness:
                 raise RegularizerError(f"sharpness.{key}: {getattr(self, key)} is not {requirement}")
 
         known = bool(self.spaces) and set(self.spaces) <= {"adapter", "full"}
-        demand(known and len(set(self.spaces)) == len(self.spaces), "spaces", "`adapter`, `full` or both")
+        demand(known and len(set(self.spaces)) == len(self.spaces), "spaces", "a list of `adapter`, `full` or both")
         for key in ("sigmas", "rhos"):
             values = getattr(self, key)
             demand(all(math.isfinite(v) and v > 0 for v in values), key, "a list of numbers > 0")
-            demand(len(set(values)) == len(values), key, "a list of different numbers")
+            demand(len({f"{v:g}" for v in values}) == len(values), key, "a list of different numbers (of six digits)")
         for key, minimum in {"lanczos": 0, "probes": 0, "draws": 1, "ascent": 1, "lines": 0}.items():
             demand(getattr(self, key) >= minimum, key, f"a number ≥ {minimum}")
         demand(self.line_points >= 3 and self.line_points % 2 == 1, "line_points", "an odd number ≥ 3")

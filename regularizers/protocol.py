@@ -70,9 +70,9 @@ class Regularizer(ABC):
 
         Yields the passes to make, each over all micro-batches of the step: `range(1)`, or two for the SAM kind, whose
         first pass's gradients are removed (set to None) when the second is requested. The perturbation exists only
-        inside. On a normal exit the gradients are read, so leave before clipping; on an exception the model is restored
-        and nothing is learned from the step. `loss_scale`: factor by which a loss scaler multiplied the loss
-        (`GradScaler.get_scale()`); gradients are read divided by it, and not modified.
+        inside, with the adapters active when it began. On a normal exit the gradients are read, so leave before
+        clipping; on an exception the model is restored and nothing is learned from the step. `loss_scale`: factor by
+        which a loss scaler multiplied the loss (`GradScaler.get_scale()`); gradients are read unscaled, not modified.
         """
 
     def on_micro_batch(self, index: int) -> None:  # noqa: B027 - most methods draw once per step

@@ -325,8 +325,8 @@ class TwoPassMixin(Trainer):  # type: ignore[misc]
 
     The first pass runs a step's micro-batches as they come; after the last one, the second pass runs all of them again,
     each with its original random state (dropout). The logged loss is the first pass's, at the weights themselves.
-    One-pass methods, and no regularizer at all, are supported too. Trainers that count the calls of `_prepare_inputs`,
-    such as TRL's GRPOTrainer, would count the second pass.
+    One-pass methods, and no regularizer at all, are supported too. What a Trainer counts in `_prepare_inputs` or
+    `compute_loss` has both passes, such as the steps of TRL's GRPOTrainer and the `num_tokens` that SFTTrainer logs.
     """
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:

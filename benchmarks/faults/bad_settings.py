@@ -62,7 +62,7 @@ def settings() -> list[Setting]:
 
 
 def _below(cls: type, path: str, kinds: tuple[tuple[str, str], ...]) -> Iterator[Setting]:
-    from flatshift.experiments.recipe.tree import setting_key
+    from flatshift.experiments.recipe.schema import setting_key
 
     hints = typing.get_type_hints(cls)
     for one in dataclasses.fields(cls):

@@ -216,7 +216,7 @@ def survey_rows(recipe: Recipe) -> RowSurvey:
     data, task = recipe.data, recipe.task
     sources = list_source_files(data)
     needs_labels = task.has_classes and task.labels is None
-    keys = RowKeys() if data.splits_to_fill else None
+    keys = RowKeys(task.input_format.columns()) if data.splits_to_fill else None
     limited = any(source.limit is not None for split in SPLITS for source in sources[split])
     targets = array("d") if task.traits.has_targets else None
     if not (needs_labels or keys is not None or limited or targets is not None):

@@ -11,7 +11,7 @@ import json
 import re
 import unicodedata
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -34,10 +34,10 @@ def normalize_text(text: str) -> str:
 
 
 class RowKeys:
-    """Hashes of the rows' texts, and their classes, in order: the input of the draw, 16 bytes a row."""
+    """Hashes of the rows' texts, and their classes, in order: the input of the draw (prompt: as of `content_hash`)."""
 
-    def __init__(self) -> None:
-        self.texts, self.classes = array("q"), array("q")
+    def __init__(self, prompt: Collection[str]) -> None:
+        self.texts, self.classes, self._prompt = array("q"), array("q"), prompt
         self._numbers: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -45,7 +45,7 @@ class RowKeys:
 
     def add(self, row: Row, columns: Columns) -> None:
         """Add the next row; columns: those that it was read with."""
-        self.texts.append(content_hash(row, columns))
+        self.texts.append(content_hash(row, columns, self._prompt))
         try:
             name = canonical_label(row.record.get(columns.label))
         except ValueError:
@@ -53,27 +53,24 @@ class RowKeys:
         self.classes.append(self._numbers.setdefault(name, len(self._numbers)))
 
 
-def content_hash(row: Row, columns: Columns) -> int:
-    """Return a hash of a row's text (`_content_text`), 64 bits with a sign; columns: those that it was read with."""
-    digest = hashlib.blake2b(_content_text(row, columns), digest_size=8).digest()
-    return int.from_bytes(digest, "big", signed=True)
-
-
-def _content_text(row: Row, columns: Columns) -> bytes:
-    """Return the text of a row: its text or pair of texts, else its conversation, else its prompt and answers, else
-    everything but its id and class. Compatible characters (NFKC) and white space are normalised."""
+def content_hash(row: Row, columns: Columns, prompt: Collection[str]) -> int:
+    """Return a hash, 64 bits with a sign, of a row read with `columns`: of its conversation, or prompt and answers, if
+    these are of the task's `prompt`, else of its text or pair, else of its conversation, else of its prompt and
+    answers, else of all but its id and class. Compatible characters (NFKC) and white space are normalised."""
     values = row.values
-    if isinstance(values.get("text"), str):
+    own = next((name for name in ("messages", "prompt") if name in prompt and name in values), None)
+    if own is None and isinstance(values.get("text"), str):
         second = values.get("text2")
         content = values["text"] if second is None else [values["text"], second]
-    elif "messages" in values:
+    elif own != "prompt" and "messages" in values:
         content = values["messages"]
     elif "prompt" in values:
         content = [values.get(name) for name in ("prompt", "completion", "chosen", "rejected")]
     else:
         content = {key: value for key, value in row.record.items() if key not in (columns.id, columns.label)}
     text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, sort_keys=True, default=str)
-    return normalize_text(text).encode("utf-8", "surrogatepass")
+    digest = hashlib.blake2b(normalize_text(text).encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)
 
 
 def split_holdout(

@@ -159,11 +159,8 @@ def _count_tokens(examples: Sequence[Example]) -> int:
 
 def _position_settings(recipe: Recipe) -> SimpleNamespace:
     """Return a stand-in for the model, with the attributes that determine its positions."""
-    return SimpleNamespace(
-        config=open_backbone(recipe.backbone).config,
-        soft_tokens=_count_prefix_positions(recipe),
-        features_before=recipe.adapter.projector,
-    )
+    config, places = open_backbone(recipe.backbone).config, _count_prefix_positions(recipe)
+    return SimpleNamespace(config=config, soft_tokens=places, features_before=recipe.adapter.projector)
 
 
 def _count_prefix_positions(recipe: Recipe) -> int:

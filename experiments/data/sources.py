@@ -110,9 +110,8 @@ def list_source_files(data: Data) -> dict[Split, list[SourceFiles]]:
     for name, source in (train.sources or {}).items():
         if source.weight:
             setting = f"data.train.sources.{name}"
-            columns = (
-                (data.columns, "data.columns") if source.columns is None else (source.columns, f"{setting}.columns")
-            )
+            own = source.columns
+            columns = (data.columns, "data.columns") if own is None else (own, f"{setting}.columns")
             sources["train"].append(SourceFiles(setting, name, source.files, *columns, source.first, source.limit))
     if train.files:
         named = SourceFiles("data.train", None, train.files, data.columns, "data.columns", train.first, train.limit)
@@ -360,6 +359,4 @@ def epochs_to_steps(resolved: Resolved, train: Sequence[Example], *, seed: int) 
     origin = f"train.epochs {epochs:g} of {rows:,} {'packed ' if packed else ''}rows"
     if steps > MAX_STEPS:
         raise UserError(f"{origin} are {steps:,} steps, above the {MAX_STEPS:,} that a stage may have; give fewer")
-    settled = dataclasses.replace(recipe.train, steps=steps, epochs=None)
-    origins = {**resolved.origins, "train.steps": origin, "train.epochs": "counted as train.steps"}
-    return Resolved(dataclasses.replace(recipe, train=settled), resolved.name, origins)
+    return resolved.with_values("train", {"steps": (steps, origin), "epochs": (None, "counted as train.steps")})

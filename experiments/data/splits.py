@@ -115,7 +115,7 @@ def read_splits(recipe: Recipe) -> SplitRows:
     rows: dict[Split, list[Row]] = {}
     counts: dict[Split, list[int]] = {split: [] for split in SPLITS}
     records = 0
-    keys = RowKeys() if data.splits_to_fill else None
+    keys = RowKeys(task.input_format.columns()) if data.splits_to_fill else None
     for split in SPLITS:
         train_keys = keys if split == "train" else None
         source_rows = iter_source_rows(data, task, sources[split], counts[split], skipped=skipped, keys=train_keys)
@@ -123,7 +123,7 @@ def read_splits(recipe: Recipe) -> SplitRows:
         records = records or len(rows["train"]) + len(skipped)
     names = task.class_names(rows["train"])
     cut = None
-    if keys is not None and task.traits.reads_documents:
+    if keys is not None and task.traits.splits_documents:
         cut = cut_documents(rows["train"], data.holdout, data.splits_to_fill)
     if cut is not None:  # by their text, not by rows
         rows |= cut
@@ -194,14 +194,14 @@ class KnownRows:
         """Read the rows of the run's recipe again; `warnings` names the reason if that is not possible."""
         self._uses: dict[int, str] = {}
         self._matches: dict[str, list[str]] = {}
-        self._total, self._problem = 0, ""
+        self._total, self._problem, self._prompt = 0, "", recipe.task.input_format.columns()
         try:
             if is_large(recipe):
                 self._problem = "its rows are too many"
                 return
             splits = read_splits(recipe)
             for use, rows in (("dev", splits.dev), ("train", splits.train)):
-                self._uses |= {content_hash(row, recipe.data.columns): use for row in rows}
+                self._uses |= {content_hash(row, recipe.data.columns, self._prompt): use for row in rows}
         except UserError as error:
             self._problem = str(error)
 
@@ -209,7 +209,7 @@ class KnownRows:
         """Yield `rows`, read with `columns`, and count those with a known text."""
         for row in rows:
             self._total += 1
-            if (use := self._uses.get(content_hash(row, columns))) is not None:
+            if (use := self._uses.get(content_hash(row, columns, self._prompt))) is not None:
                 self._matches.setdefault(use, []).append(f"{row.id!r} ({row.where})")
             yield row
 
@@ -340,7 +340,7 @@ def _prepare(recipe: Recipe, folder: Path | None) -> tuple[PreparedData, dict[st
                 writer = ExampleWriter(paths, folder / split)
                 writer.add(splits[split])
                 writer.close()
-    if encoded.dropped and flipped:  # rows that `train.overlong` dropped are not training rows
+    if (encoded.dropped or encoded.skipped) and flipped:  # such rows are not training rows
         train_ids = {example.id for example in splits["train"]}
         flipped = [name for name in flipped if name in train_ids]
         true = {name: label for name, label in true.items() if name in train_ids}

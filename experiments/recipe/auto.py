@@ -23,7 +23,7 @@ from flatshift.finetune.errors import UserError, user_path
 from flatshift.finetune.figures import format_bytes
 from flatshift.finetune.launch import consistency, job, spawn
 from flatshift.finetune.models.families import LEAKS_PACKED
-from flatshift.finetune.planner.footprint import predict_footprint
+from flatshift.finetune.planner.footprint import recipe_footprint
 from flatshift.finetune.planner.layouts import resolve_mesh
 from flatshift.finetune.planner.rules import RuleSettings, broken_rule
 from flatshift.finetune.planner.sizes import BackboneSizes
@@ -46,7 +46,7 @@ def resolve_auto(
     """
     recipe, train = resolved.recipe, resolved.recipe.train
     values: dict[str, tuple[str, str]] = {}
-    before, origins = _read_decided_precisions(previous, type(recipe))
+    before, origins = read_decided_precisions(previous, type(recipe))
     if train.precision == "auto" and before is not None and before.precision != "auto":
         values[PRECISION] = before.precision, origins[PRECISION]
     else:
@@ -60,10 +60,10 @@ def resolve_auto(
         if before is not None and before.backbone_precision != "auto":
             values[BACKBONE] = before.backbone_precision, origins[BACKBONE]
         else:
-            values[BACKBONE] = _choose_backbone_precision(_with_train_values(resolved, values).recipe)
+            values[BACKBONE] = _choose_backbone_precision(resolved.with_values("train", values).recipe)
             if values[BACKBONE][0] != "same":
                 log(f"backbone: kept in {values[BACKBONE][0]} ({values[BACKBONE][1]})")
-    return _resolve_packing(_resolve_template(_with_train_values(resolved, values), log), log)
+    return _resolve_packing(_resolve_template(resolved.with_values("train", values), log), log)
 
 
 def resolve_device_precision(recipe: Recipe) -> Recipe:
@@ -110,7 +110,9 @@ def _choose_run_precision(recipe: Recipe) -> dict[str, str | None]:
     return _choose_precision(train.precision, train.tf32, train.device, train.threads, recipe.backbone, tokens)
 
 
-def _read_decided_precisions(file: Path | None, recipe_type: type[Recipe]) -> tuple[Train | None, Mapping[str, str]]:
+def read_decided_precisions(
+    file: Path | None, recipe_type: type[Recipe] = Recipe
+) -> tuple[Train | None, Mapping[str, str]]:
     """Return the `train` block of a recipe file and the origins of both precisions; None if it cannot be read."""
     try:
         if file is None or not file.is_file():
@@ -164,12 +166,7 @@ def _choose_backbone_precision(recipe: Recipe) -> tuple[str, str]:
         backbone = BackboneSizes.read(find_backbone_directory(recipe.backbone), recipe.adapter).under(recipe.task)
     except UserError:  # loading the backbone reports the error later
         return "same", "auto"
-    size, narrow_size = (
-        predict_footprint(
-            backbone, mesh=recipe.mesh, adapter=recipe.adapter, train=recipe.task.traits.count_token_rows(settings)
-        ).total
-        for settings in (train, narrow)
-    )
+    size, narrow_size = (recipe_footprint(backbone, recipe, each, device="cpu").total for each in (train, narrow))
     if size <= room or narrow_size > room:
         return "same", "auto"
     return "bf16", f"auto: {format_bytes(size)} with float32 weights, {format_bytes(room)} are there"
@@ -191,7 +188,7 @@ def _resolve_template(resolved: Resolved, log: Callable[[str], None]) -> Resolve
         return resolved
     template = resolve_template(name, tokenizer)
     origin = "auto: the tokenizer's own" if template == AUTO else "auto: the tokenizer has none"
-    return _with_task_value(resolved, "template", template, origin)
+    return resolved.with_values("task", {"template": (template, origin)})
 
 
 def _resolve_packing(resolved: Resolved, log: Callable[[str], None]) -> Resolved:
@@ -209,19 +206,7 @@ def _resolve_packing(resolved: Resolved, log: Callable[[str], None]) -> Resolved
         return resolved
     reason = f"auto: {kind} lets packed samples see each other"
     log(f"task.pack: false ({reason})")
-    return _with_task_value(resolved, "pack", False, reason)
-
-
-def _with_task_value(resolved: Resolved, key: str, value: Any, origin: str) -> Resolved:
-    recipe = dataclasses.replace(resolved.recipe, task=resolved.recipe.task.replace(**{key: value}))
-    return Resolved(recipe, resolved.name, {**resolved.origins, f"task.{key}": origin})
-
-
-def _with_train_values(resolved: Resolved, values: Mapping[str, tuple[str, str]]) -> Resolved:
-    settings: dict[str, Any] = {key: value for key, (value, _) in values.items()}
-    recipe = dataclasses.replace(resolved.recipe, train=dataclasses.replace(resolved.recipe.train, **settings))
-    origins = {f"train.{key}": origin for key, (_, origin) in values.items()}
-    return Resolved(recipe, resolved.name, {**resolved.origins, **origins})
+    return resolved.with_values("task", {"pack": (False, reason)})
 
 
 def mesh_flags(recipe: Recipe, *, set_axes: Collection[str] | None = None) -> list[str]:

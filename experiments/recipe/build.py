@@ -6,11 +6,11 @@ import dataclasses
 import difflib
 import functools
 import re
-import types
 import typing
-from typing import Any, Literal, Union
+from typing import Any, Literal
 
-from flatshift.experiments.recipe.tree import MAX_WHOLE, Branch, Items, Leaf, Tree, setting_key
+from flatshift.experiments.recipe.schema import hint_options, setting_key
+from flatshift.experiments.recipe.tree import MAX_WHOLE, Branch, Items, Leaf, Tree
 from flatshift.finetune.errors import UserError, shorten
 
 Origins = dict[str, str]
@@ -90,7 +90,7 @@ def _describe_tree(tree: Tree) -> str:
 
 
 def _build_value(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
-    options = list(typing.get_args(hint)) if typing.get_origin(hint) in (Union, types.UnionType) else [hint]
+    options = list(hint_options(hint))
     if type(None) in options:
         if isinstance(tree, Leaf) and tree.value is None:
             origins[path] = tree.location
@@ -172,19 +172,19 @@ def _build_plain(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
         return {key: _build_value(value_hint, child, f"{path}.{key}", {}) for key, child in tree.children.items()}
     if hint is str and tree.location.startswith("--") and tree.text:
         origins[path] = tree.location  # text is taken as typed: `{text}` is a template, not a mapping; 1 is "1"
-        typed = _unescape(tree.text) if path in _WRITTEN else tree.text
+        typed = _unescape(getattr(tree, "whole", tree.text)) if path in _WRITTEN else tree.text
         return _check_text(typed, Leaf(typed, typed, tree.location), path)
     if not isinstance(tree, Leaf):
         raise UserError(f"{tree.location}: {path} must be a single value, got {_describe_tree(tree)}")
     origins[path] = tree.location
     if origin is Literal:
-        allowed = typing.get_args(hint)
-        if tree.value not in allowed:
+        allowed, value = typing.get_args(hint), tree.value
+        found = [word for word in allowed if word == value and isinstance(word, bool) is isinstance(value, bool)]
+        if not found:
             raise UserError(
-                f"{tree.location}: {path} cannot be "
-                f"{_quote(tree.value)}{suggest_nearest(str(tree.value), map(str, allowed))}"
+                f"{tree.location}: {path} cannot be {_quote(value)}{suggest_nearest(str(value), map(str, allowed))}"
             )
-        return tree.value
+        return found[0]
     return _build_scalar(hint, tree, path)
 
 
@@ -215,7 +215,7 @@ def _build_scalar(hint: Any, leaf: Leaf, path: str) -> Any:
     if hint is float and number and value == value:  # NaN is not a valid setting
         return float(value)
     if hint is str and isinstance(value, str):
-        return _check_text(value, leaf, path)
+        return _check_text(leaf.whole if path in _WRITTEN else value, leaf, path)
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text (quote it)"}
     raise UserError(f"{leaf.location}: {path} must be {words.get(hint, hint)}, got {_quote(value)}")
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
-import types
 import typing
 from collections.abc import Iterator
-from typing import Any, Literal, Union
+from typing import Any, Literal
 
-from flatshift.experiments.recipe.schema import Recipe
-from flatshift.experiments.recipe.tree import setting_key
+from flatshift.experiments.recipe.schema import Recipe, hint_options, setting_key
 
 _SCALARS = {int: "integer", float: "number", bool: "boolean", str: "string", type(None): "null"}
+_ANY = {"type": ["boolean", "null", "number", "string"]}
 
 
 def recipe_schema() -> dict[str, Any]:
@@ -25,7 +24,9 @@ def recipe_schema() -> dict[str, Any]:
     _define(Recipe, definitions)
     root = definitions.pop(Recipe.__name__)
     head = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Flatshift recipe"}
-    return {**head, **root, "definitions": dict(sorted(definitions.items()))}
+    named = {"comparison": {"properties": {"tasks": {"additionalProperties": {"required": ["file"]}}}}}
+    alone = {"if": {"not": {"required": ["extends"]}}, "then": {"properties": named}}
+    return {**head, **root, **alone, "definitions": dict(sorted(definitions.items()))}
 
 
 def _define(cls: type, definitions: dict[str, Any]) -> dict[str, Any]:
@@ -59,7 +60,8 @@ def _plain_default(field: dataclasses.Field[Any], components: list[type]) -> dic
 
 
 def _value_schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
-    choices = [_option_schema(option, definitions) for option in hint_options(hint)]
+    options = [option for option in hint_options(hint) if option is not type(None)]
+    choices = [_option_schema(option, definitions, is_list=len(options) > 1) for option in hint_options(hint)]
     kinds = [
         option.kind for option in hint_options(hint) if dataclasses.is_dataclass(option) and hasattr(option, "kind")
     ]
@@ -68,7 +70,8 @@ def _value_schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     return choices[0] if len(choices) == 1 else {"anyOf": choices}
 
 
-def _option_schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+def _option_schema(hint: Any, definitions: dict[str, Any], *, is_list: bool) -> dict[str, Any]:
+    """Return the schema of a type; is_list: a tuple is written as a list even if it has one value."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return _define(hint, definitions)
@@ -76,9 +79,10 @@ def _option_schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
         return {"enum": list(arguments)}
     if origin is dict:
         return {"type": "object", "additionalProperties": _value_schema(arguments[1], definitions)}
-    if origin is tuple and arguments[-1] is Ellipsis:  # a single value is a list of one
-        item = _value_schema(arguments[0], definitions)
-        return {"anyOf": [{"type": "array", "items": item}, item]}
+    if hint is tuple or (origin is tuple and arguments[-1] is Ellipsis):
+        item = _value_schema(arguments[0], definitions) if arguments else _ANY
+        several = {"type": "array", "items": item}
+        return several if is_list else {"anyOf": [several, item]}
     if origin is tuple:
         items = [_value_schema(argument, definitions) for argument in arguments]
         return {"type": "array", "items": items, "minItems": len(items), "maxItems": len(items)}
@@ -110,8 +114,3 @@ def iter_fields(cls: type) -> Iterator[tuple[dataclasses.Field[Any], Any, list[t
             hint,
             [option for option in options if isinstance(option, type) and dataclasses.is_dataclass(option)],
         )
-
-
-def hint_options(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or the type itself."""
-    return typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)

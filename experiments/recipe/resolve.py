@@ -10,24 +10,24 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from flatshift.experiments.recipe.build import Origins, build_settings, field_names, suggest_nearest
 from flatshift.experiments.recipe.gallery import gallery_recipes
-from flatshift.experiments.recipe.schema import Recipe
+from flatshift.experiments.recipe.schema import Recipe, setting_key
 from flatshift.experiments.recipe.tree import (
     Branch,
     Items,
     Leaf,
     Tree,
+    from_mapping,
     from_override,
     merge,
     parse,
     parse_file,
-    setting_key,
 )
 from flatshift.finetune.atomic import read_json_object
 from flatshift.finetune.data.chat.template import AUTO, list_shipped_templates, read_template
@@ -45,6 +45,8 @@ _GALLERY = "gallery recipe "
 _SHIPPED_ORIGINS = (str(_SHIPPED), _GALLERY)
 _DEFAULT = "default"
 """Origin of values that nobody set."""
+_OBJECT = "Recipe"
+"""Origin of the values of a recipe made in Python."""
 _HOLDOUT = 0.1
 """`data.holdout` where the training rows are the user's own and no other evaluation rows are named."""
 _OWN_ROWS = "names rows of your own"
@@ -80,11 +82,18 @@ class Resolved:
         """Return the whole tree for merging with others; each value keeps its origin."""
         return _with_origins(parse(self.to_yaml(), self.name), self.origins)
 
+    def with_values(self, block: str, values: Mapping[str, tuple[Any, str]]) -> Resolved:
+        """Return the recipe with other values in a block, each with its origin."""
+        settings = {key: value for key, (value, _) in values.items()}
+        changed = {block: dataclasses.replace(getattr(self.recipe, block), **settings)}
+        origins = {f"{block}.{key}": origin for key, (_, origin) in values.items()}
+        return Resolved(dataclasses.replace(self.recipe, **changed), self.name, {**self.origins, **origins})
+
 
 def _with_origins(tree: Tree, origins: Origins, path: str = "") -> Tree:
     if isinstance(tree, Branch):
         children = {key: _with_origins(c, origins, f"{path}.{key}".lstrip(".")) for key, c in tree.children.items()}
-        return dataclasses.replace(tree, children=children)
+        return dataclasses.replace(tree, children=children, location=origins.get(path, tree.location))
     return dataclasses.replace(tree, location=origins.get(path, _DEFAULT))
 
 
@@ -105,7 +114,7 @@ def read_shipped_recipe(name: str) -> str:
 
 def _find_recipe(reference: str, beside: Path | None = None) -> Path | str:
     """Return the file of a recipe, or the name of one of the gallery."""
-    path, shipped = Path(reference), shipped_recipes()
+    path, shipped = user_path(reference), shipped_recipes()
     candidate = beside.parent / path if beside is not None and not path.is_absolute() else path
     if candidate.is_file():
         return candidate
@@ -134,12 +143,12 @@ def _read_recipe(recipe: Path | str, parents: tuple[Path, ...] = ()) -> Tree:
     if not isinstance(tree, Branch):
         raise UserError(f"{path}:1: a recipe is a mapping of settings")
     base = tree.children.get("extends")
-    if isinstance(base, Leaf) and isinstance(base.value, str):
+    if isinstance(base, Leaf) and isinstance(base.value, str) and base.value:
         try:
             base_recipe = _find_recipe(base.value, path)
         except UserError as error:
             raise UserError(f"{base.location}: {error}") from None
-        tree = apply_overrides(_read_recipe(base_recipe, (*parents, path)), (tree,))
+        tree = apply_overrides(_read_recipe(base_recipe, (*parents, path)), (_without(tree, ("extends",)),))
     return tree
 
 
@@ -177,41 +186,71 @@ def resolve_tree(tree: Tree, overrides: Sequence[Branch], *, name: str, recipe_t
     return Resolved(_with_absolute_paths(recipe), name, origins)
 
 
+def resolve_object(recipe: Recipe) -> Resolved:
+    """Resolve a recipe made in Python, whose values are given where they are not the default."""
+    return resolve_tree(from_mapping(_given_values(recipe), _OBJECT), (), name="recipe")
+
+
+def _given_values(settings: Any) -> dict[str, Any]:
+    """Return the settings of a dataclass that differ from their defaults, and its `kind`, by key."""
+    values = {}
+    for field in dataclasses.fields(settings):
+        value, factory = getattr(settings, field.name), field.default_factory
+        if field.name == "kind" or value != (field.default if factory is dataclasses.MISSING else factory()):
+            values[setting_key(field.name)] = _given_values(value) if dataclasses.is_dataclass(value) else value
+    return values
+
+
 def _set_embedder_method(tree: Tree) -> Tree:
-    block = tree.children.get("select") if isinstance(tree, Branch) else None
-    if not isinstance(block, Branch) or "embedder" not in block.children:
+    """Choose the method `gotd` where an embedder is given and no method."""
+    embedder, method = (_without_defaults(_get_subtree(tree, "select", name)) for name in ("embedder", "method"))
+    if embedder is None or isinstance(method, Leaf | Items) or (method is not None and "kind" in method.children):
         return tree
-    method = block.children.get("method", Branch({}, block.location))
-    if not isinstance(method, Branch) or "kind" in method.children:
-        return tree
-    return merge(tree, from_override("select.method.kind", "gotd", block.children["embedder"].location))
+    while isinstance(embedder, Branch) and embedder.children:  # a mapping read from a run has no origin
+        embedder = next(iter(embedder.children.values()))
+    assert isinstance(tree, Branch)
+    tree = _without(tree, ("select", "method"))
+    if method is not None:
+        tree = merge(tree, Branch({"select": Branch({"method": method}, method.location)}, method.location))
+    return merge(tree, from_override("select.method.kind", "gotd", embedder.location))
+
+
+def _without_defaults(tree: Tree | None) -> Tree | None:
+    """Return the tree without the values that nobody set; None if it has no others."""
+    if not isinstance(tree, Branch):
+        return None if tree is None or tree.location == _DEFAULT else tree
+    children = {key: child for key, each in tree.children.items() if (child := _without_defaults(each)) is not None}
+    return dataclasses.replace(tree, children=children) if children or not tree.children else None
 
 
 def _replace_sample_splits(tree: Tree) -> Tree:
     """Replace the dev and test sample of a shipped recipe where the training rows are the user's own.
 
     Unless something else is set, a tenth of those rows is held out instead, and so it is for a selection target when
-    the recipe names no training rows.
+    the recipe names no training rows. What an earlier resolution set so is not set.
     """
+    holdout = _get_subtree(tree, "data", "holdout")
+    if holdout is not None and holdout.location.endswith(_OWN_ROWS):
+        assert isinstance(tree, Branch)
+        holdout, tree = None, _without(tree, ("data", "holdout"))
     train = [_get_subtree(tree, "data", "train", name) for name in ("sources", "files")]
     rows = next((files for files in train if files is not None and not _is_shipped(files)), None)
     evaluated = {split: _get_subtree(tree, "data", split, "files") for split in ("dev", "test")}
-    samples = {split: files for split, files in evaluated.items() if files is not None and _is_shipped(files)}
+    samples = {split: files for split, files in evaluated.items() if files is not None and _is_replaced(files, rows)}
     if rows is None and not any(train):
         rows, samples = _get_subtree(tree, "select", "target", "files"), {}
     elif (
         not samples
         or rows is None
-        or _leaf_texts(rows) in (_shipped_train_files(_origin_layer(files.location)) for files in samples.values())
+        or _leaf_texts(rows)
+        in (_shipped_train_files(_origin_layer(files.location)) for files in samples.values() if _is_shipped(files))
     ):
         return tree
     if rows is None or not (_leaf_texts(rows) or isinstance(rows, Branch)) or _is_shipped(rows):
         return tree
     reason = f"{rows.location} {_OWN_ROWS}"
     changes: dict[str, Any] = {f"data.{split}.files": () for split in samples}
-    if _get_subtree(tree, "data", "holdout") is None and all(
-        evaluated[split] is samples.get(split) for split in evaluated
-    ):
+    if holdout is None and all(evaluated[split] is samples.get(split) for split in evaluated):
         changes["data.holdout"] = _HOLDOUT
     for key, value in changes.items():
         tree = merge(tree, from_override(key, value, reason))
@@ -249,6 +288,17 @@ def _get_subtree(tree: Tree, *path: str) -> Tree | None:
 
 def _is_shipped(tree: Tree) -> bool:
     return tree.location.startswith(_SHIPPED_ORIGINS)
+
+
+def _is_replaced(files: Tree, rows: Tree | None) -> bool:
+    """Return True for files to evaluate by that own training rows replace: those of a shipped recipe, also if rows have
+    replaced them before, and the samples of an object whose rows an override replaces."""
+    from flatshift.finetune.data.formats import SAMPLE
+
+    if files.location != _OBJECT or rows is None or rows.location == _OBJECT:
+        return _is_shipped(files) or files.location.endswith(_OWN_ROWS)
+    is_sample, are_samples = (all(name.startswith(SAMPLE) for name in _leaf_texts(each)) for each in (files, rows))
+    return is_sample and (isinstance(rows, Branch) or not are_samples)
 
 
 def _leaf_texts(tree: Tree) -> list[str]:
@@ -309,10 +359,11 @@ def _origin_layer(origin: str) -> str:
     return "--" if origin.startswith("--") else origin.rpartition(":")[0] or origin
 
 
-def apply_overrides(tree: Tree, overrides: Sequence[Tree]) -> Tree:
+def apply_overrides(tree: Tree, overrides: Sequence[Branch]) -> Tree:
     """Return `tree` with all of `overrides` applied, later ones on top.
 
     A key of `_REPLACED` that they set takes the place of its alternatives in `tree`, which are dropped.
+    Raises UserError for an `extends` among them.
     """
     if isinstance(tree, Branch):
         for key, alternatives in _REPLACED.items():
@@ -320,6 +371,8 @@ def apply_overrides(tree: Tree, overrides: Sequence[Tree]) -> Tree:
                 for other in alternatives:
                     tree = tree if _is_set(overrides, other) else _without(tree, other.split("."))
     for override in overrides:
+        if "extends" in override.children:
+            raise UserError(f"{override.location}: `extends` is for recipe files; name that recipe itself instead")
         tree = merge(tree, override)
     return tree
 
@@ -342,6 +395,7 @@ def _without(tree: Branch, path: Sequence[str]) -> Branch:
 
 def _with_absolute_paths(recipe: Recipe) -> Recipe:
     """Make relative paths absolute, so that a run directory still finds its inputs from another working directory."""
+    from flatshift.finetune.assets import backbone_directory
     from flatshift.finetune.data.formats import HUB, SAMPLE
 
     def absolute(path: Text) -> Text:
@@ -365,15 +419,16 @@ def _with_absolute_paths(recipe: Recipe) -> Recipe:
         sides: dict[str, Any] = {name: files(getattr(select, name)) for name in ("pool", "target", "negative", "eval")}
         hygiene = dataclasses.replace(select.hygiene, drops=names(select.hygiene.drops))
         sides |= {"cache": absolute(select.cache), "from_": absolute(select.from_)}
+        paths: dict[str, Any] = {}
+        if (features := select.own) is not None:
+            paths = {name: getattr(features, name) for name in ("pool", "target", "negative")}
+            paths = {name: path if is_remote(path) else absolute(path) for name, path in paths.items()}
+        elif (path := getattr(select.embedder, "path", "")) and Path(path).exists():
+            paths = {"path": absolute(path)}
+        sides["embedder"] = dataclasses.replace(select.embedder, **paths)
         select = dataclasses.replace(select, hygiene=hygiene, **sides)
-    if select is not None and (features := select.own) is not None:
-        paths = {name: getattr(features, name) for name in ("pool", "target", "negative")}
-        paths = {name: path if is_remote(path) else absolute(path) for name, path in paths.items()}
-        select = dataclasses.replace(select, embedder=dataclasses.replace(features, **paths))
-    if select is not None and (path := getattr(select.embedder, "path", "")) and Path(path).exists():
-        vectors: dict[str, Any] = {"path": absolute(path)}
-        select = dataclasses.replace(select, embedder=dataclasses.replace(select.embedder, **vectors))
-    backbone = absolute(recipe.backbone) if Path(recipe.backbone).exists() else recipe.backbone
+    is_own = backbone_directory(recipe.backbone) is None and Path(recipe.backbone).exists()
+    backbone = absolute(recipe.backbone) if is_own else recipe.backbone
     start, under = absolute(recipe.adapter.start), absolute(recipe.adapter.under)
     adapter = dataclasses.replace(recipe.adapter, start=start, under=under)
     task = recipe.task

@@ -189,6 +189,10 @@ CELL_RULES: tuple[RecipeRule, ...] = (
         lambda r: bool(r.tracker.kinds),  # there would be one run for each of hundreds of cells
     ),
     RecipeRule(
+        "mesh: a cell of a sweep or study trains on one device; leave every axis at 1 and auto off",
+        lambda r: r.mesh.size > 1 or r.mesh.auto,
+    ),
+    RecipeRule(
         "train.epochs: an axis of a sweep and a study are planned before their rows are counted; give train.steps",
         lambda r: r.train.epochs is not None,
     ),

@@ -11,12 +11,12 @@ import hashlib
 import json
 import math
 import textwrap
+import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from flatshift.experiments.recipe.tree import setting_key
 from flatshift.finetune.config import (
     MAX_STEPS,
     Adapter,
@@ -35,6 +35,19 @@ from flatshift.finetune.tasks import LanguageModel, MaskedLM, Task
 from flatshift.regularizers.config import Plain, RegularizerConfig
 from flatshift.selection.config import Cynical, Embedder, Method, PrecomputedFeatures, Relevance, TextChunks, TfIdf
 from flatshift.selection.hygiene.hygiene_config import Hygiene
+
+_NAME = "NAME"
+"""Part of a key in place of a name of the user's own."""
+
+
+def setting_key(field: str) -> str:
+    """Return a settings field's name in recipes and flags, without the `_` that avoids a Python keyword (`from_`)."""
+    return field.removesuffix("_")
+
+
+def hint_options(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the type itself."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +96,15 @@ class Select:
 
     def __post_init__(self) -> None:
         check_bounds(self, budget=(1, None))
+        for name in ("target", "negative", "eval"):
+            if (side := getattr(self, name)).limit is not None and not side.files:
+                raise ValueError(f"{name}.limit has no effect without {name}.files; name files, or leave it out")
+        written = {"score", "rank", "repeat_of"} | ({"id"} if self.columns.id != "id" else set())
+        cut = self.hygiene.decontaminate
+        if self.chunk is not None or (cut is not None and cut.action == "split"):
+            written |= {"source_id", "start", "end"}
+        for name in sorted(written & {self.columns.text, self.columns.id, self.domain_column}):
+            raise ValueError(f"selected.jsonl has a column {name!r} of its own; rename that of pool and target")
 
     @property
     def own(self) -> PrecomputedFeatures | None:
@@ -116,8 +138,7 @@ class WarmUp:
     the `select` block names no more than the target (task-adaptive pretraining, 2004.10964)."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, steps=(1, None), lr=(0, None), batch_size=(1, None), accumulate=(1, None), own=(0, 1))
-        check_bounds(self, steps=(None, MAX_STEPS))
+        check_bounds(self, steps=(1, MAX_STEPS), lr=(0, None), batch_size=(1, None), accumulate=(1, None), own=(0, 1))
         check_nonzero(self, lr="the warm-up would train nothing; to go without one, leave the `warmup` block out")
 
 
@@ -225,22 +246,15 @@ class Comparison:
     """Bootstrap draws over seeds × test items."""
 
     def __post_init__(self) -> None:
-        check_bounds(
-            self, rounds=(0, None), seeds=(2, None), exploratory_seeds=(2, None), finalists=(1, None),
-            equal_time_above=(1, None), sharpness_sigma=(0, None), sharpness_seeds=(0, None), resamples=(100, None),
-        )  # fmt: skip
-        check_bounds(
-            self, rounds=(None, 1000), seeds=(None, 10_000), exploratory_seeds=(None, 10_000),
-            sharpness_seeds=(None, 10_000), resamples=(None, 1_000_000),
-        )  # fmt: skip
+        check_bounds(self, rounds=(0, 1000), seeds=(2, 10_000), exploratory_seeds=(2, 10_000), finalists=(1, None))
+        check_bounds(self, equal_time_above=(1, None), sharpness_sigma=(0, None))
+        check_bounds(self, sharpness_seeds=(0, 10_000), resamples=(100, 1_000_000))
         _check_learning_rates("lr", self.lr)
         for names in (self.tasks, self.methods):
-            plain = [name.replace("_", "-") for name in names]
+            kind, plain = "tasks" if names is self.tasks else "methods", [name.replace("_", "-") for name in names]
             for name in plain:
                 if plain.count(name) > 1:
-                    raise ValueError(
-                        f"{'tasks' if names is self.tasks else 'methods'} has {name!r} twice (- and _ are equal)"
-                    )
+                    raise ValueError(f"{kind} has {name!r} twice (- and _ are equal)")
         if self.methods and self.baseline not in self.methods:
             raise ValueError(f"baseline is {self.baseline!r}, which is none of the methods {', '.join(self.methods)}")
         if self.methods and self.methods[self.baseline].tasks:
@@ -301,7 +315,7 @@ class ExecutorOptions:
     on: str = "local"
     """local: processes of this machine; ray, or ray:HOST:PORT: those of a Ray cluster (the one this machine belongs
     to, or the one at that address); slurm, or slurm:PARTITION: jobs of Slurm, where --out is on a disk that all nodes
-    see, as it is for train on Ray."""
+    see, as it is for train and compare on Ray."""
     cpus: int | None = None
     """CPUs, and threads, of each process (--on ray or slurm); 1 by default."""
     gpus: int | None = None
@@ -411,29 +425,47 @@ def warm_up_task(recipe: Recipe) -> tuple[LanguageModel | MaskedLM, str]:
 
 @functools.cache
 def dotted_keys() -> tuple[str, ...]:
-    """Return every key that takes a value, such as `train.steps`, in the order of the dataclasses; for a component with
+    """Return every key that a flag sets, such as `train.steps`, in the order of the dataclasses; for a component with
     kinds, the settings of all kinds."""
-    return tuple(dict.fromkeys(key for key, _ in _iter_dotted_keys(Recipe, "")))
+    return tuple(dict.fromkeys(key for key, _ in _iter_dotted_keys(Recipe, "") if key != "extends"))
 
 
 @functools.cache
 def list_keys() -> frozenset[str]:
     """Return the keys of `dotted_keys` that take several values."""
-    return frozenset(key for key, takes_list in _iter_dotted_keys(Recipe, "") if takes_list)
+    return frozenset(key for key, form in _iter_dotted_keys(Recipe, "") if form is tuple)
 
 
-def _iter_dotted_keys(cls: type, path: str) -> typing.Iterator[tuple[str, bool]]:
-    """Yield each key, and True if it takes a list."""
+@functools.cache
+def _map_keys() -> frozenset[str]:
+    """Return the keys of `dotted_keys` below which names are the user's own."""
+    return frozenset(key for key, form in _iter_dotted_keys(Recipe, "") if form is dict)
+
+
+def _iter_dotted_keys(cls: type, path: str) -> typing.Iterator[tuple[str, type | None]]:
+    """Yield each key, and `tuple` or `dict` if it takes a list or a mapping of names of the user's own."""
     hints = typing.get_type_hints(cls)
     for entry in dataclasses.fields(cls):
         key = f"{path}.{setting_key(entry.name)}" if path else entry.name
-        hint = hints[entry.name]
-        options = typing.get_args(hint) or (hint,)
-        components = [option for option in options if dataclasses.is_dataclass(option)]
-        for component in components:
-            yield from _iter_dotted_keys(typing.cast(type, component), key)
-        if not components:
-            yield key, any(typing.get_origin(option) is tuple for option in (hint, *options))
+        for option in hint_options(hints[entry.name]):
+            form = typing.get_origin(option) or option
+            if dataclasses.is_dataclass(option):
+                yield from _iter_dotted_keys(typing.cast(type, option), key)
+            elif form is not type(None):
+                yield key, form if form in (tuple, dict) else None
+            if form is dict and dataclasses.is_dataclass(inner := typing.get_args(option)[1]):
+                yield from _iter_dotted_keys(typing.cast(type, inner), f"{key}.{_NAME}")
+
+
+def split_key(dotted: str) -> tuple[list[str], str]:
+    """Return the parts of a dotted key, with `_` for `-` but in names of the user's own, and its key in `dotted_keys`,
+    where such a name is NAME."""
+    parts, key = list[str](), ""
+    for part in dotted.split("."):
+        is_name = key in _map_keys()
+        parts.append(part if is_name else part.replace("-", "_"))
+        key = f"{key}.{_NAME if is_name else parts[-1]}".lstrip(".")
+    return parts, key
 
 
 def format_keys_by_block(width: int = 100) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flatshift.experiments.recipe.build import to_python
-from flatshift.experiments.recipe.resolve import apply_overrides, recipe_tree, resolve_tree
+from flatshift.experiments.recipe.resolve import recipe_tree, resolve_tree
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch, Items, Leaf, Tree, dump, from_mapping, merge, parse_file
 from flatshift.finetune.atomic import read_json_object
@@ -143,7 +143,7 @@ def translate_recipe(file: Path) -> Translated:
     same = table["same"] | table[tool]["same"]
     translation.set(table["defaults"] | table[tool]["defaults"], f"{file}: {tool}'s default")
     for key, child in sorted(tree.children.items(), key=lambda item: table["order"].get(item[0], 0)):
-        if not (isinstance(child, Leaf) and child.value in (None, "")):
+        if to_python(child) not in (None, "", [], {}):
             try:
                 _translate_key(translation, key, child, same)
             except UserError:
@@ -157,9 +157,9 @@ def translate_recipe(file: Path) -> Translated:
     _settle_packing(translation)
     _settle_length(translation)
     settings = translation.settings
-    base = to_python(settings)["extends"]
-    resolve_tree(apply_overrides(recipe_tree(base), [settings]), (), name=file.stem)
     values = to_python(settings)
+    own = {key: tree for key, tree in settings.children.items() if key != "extends"}
+    resolve_tree(recipe_tree(values["extends"]), [dataclasses.replace(settings, children=own)], name=file.stem)
     if "sources" in values["data"]["train"]:
         del values["data"]["train"]["files"]
     recipe = {key.name: values[key.name] for key in dataclasses.fields(Recipe) if key.name in values}
@@ -225,6 +225,8 @@ def _steps(translation: _Translation, key: str, tree: Tree) -> None:
 
 def _warmup_steps(translation: _Translation, key: str, tree: Tree) -> None:
     warmup, steps = to_python(tree), translation.count_steps()
+    if warmup == 0 and translation.value("warmup_ratio"):  # which counts then
+        return
     if isinstance(warmup, int | float) and 0 <= warmup < 1:  # a fraction already
         translation.set({"optimizer.warmup": float(warmup)}, tree.location)
     elif isinstance(warmup, int) and steps is not None and warmup <= steps:
@@ -386,7 +388,8 @@ def _find_index(translation: _Translation) -> Path:
 
 def _named_datasets(translation: _Translation, key: str, tree: Tree) -> None:
     """Set the rows of LLaMA-Factory's `dataset` or `eval_dataset`: names in dataset_info.json, or torchtune's."""
-    if not isinstance(tree, Leaf):
+    names = [to_python(tree)] if isinstance(tree, Leaf) else to_python(tree)
+    if isinstance(names, dict) or not all(isinstance(name, str) for name in names):
         _listed_datasets(translation, key, tree)
         return
     index = _find_index(translation)
@@ -394,7 +397,7 @@ def _named_datasets(translation: _Translation, key: str, tree: Tree) -> None:
         translation.reject(key, tree, f"there is no {index}; name the files with --data")
         return
     known, sets = read_json_object(index), list[_RowSet]()
-    for name in (part.strip() for part in str(to_python(tree)).split(",")):
+    for name in (part.strip() for part in ",".join(names).split(",")):
         entry = known.get(name, {})
         if "file_name" in entry:
             files = [str(index.parent / entry["file_name"])]

@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from flatshift.experiments.recipe.schema import setting_key, split_key
 from flatshift.finetune.errors import UserError, shorten
 from flatshift.finetune.redaction import hide_secrets
 
@@ -28,14 +29,20 @@ _TOO_DEEP = f"nested deeper than {_MAX_DEPTH} levels; a recipe needs no more tha
 
 @dataclass(frozen=True)
 class Leaf:
-    """A scalar: its value, its text as written, and its place."""
+    """A scalar: its value, its text as written, and its place.
+
+    Both are without the secrets of an address, which no recipe holds; `whole` is the text of a template, which may look
+    like one.
+    """
 
     value: Any
     text: str
     location: str
+    whole: str = field(default="", repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.value, str):  # a recipe never holds the password of an address
+        object.__setattr__(self, "whole", self.whole or self.text)
+        if isinstance(self.value, str):
             object.__setattr__(self, "value", hide_secrets(self.value))
             object.__setattr__(self, "text", hide_secrets(self.text))
 
@@ -242,20 +249,17 @@ def merge(lower: Tree, upper: Tree, key: str = "") -> Tree:
 def from_override(dotted: str, value: Any, location: str | None = None) -> Branch:
     """Return the tree of one command-line override, `--a.b value`, to be merged over a recipe.
 
-    dotted: the key, `-` and `_` alike. value: text as typed, parsed as a YAML value, or a number, or a tuple of texts.
-    location: the flag to name in errors, by default `--dotted`.
+    dotted: the key, `-` and `_` alike but in names of the user's own. value: text as typed, parsed as a YAML value, or
+    another plain Python value. location: the flag to name in errors, by default `--dotted`.
     """
     location = location or f"--{dotted}"
-    if isinstance(value, str):
-        return _nest(dotted, _parse_flag(value, location), location)
-    if isinstance(value, tuple):
-        return _nest(dotted, Items(tuple(Leaf(item, str(item), location) for item in value), location), location)
-    return _nest(dotted, Leaf(value, str(value), location), location)
+    tree = _parse_flag(value, location) if isinstance(value, str) else _from_python(value, dotted, location)
+    return _nest(dotted, tree, location)
 
 
 def _nest(dotted: str, tree: Tree, location: str) -> Branch:
     """Return the mapping with `tree` at a dotted key."""
-    for key in reversed(dotted.replace("-", "_").split(".")):
+    for key in reversed(split_key(dotted)[0]):
         tree = Branch({key: tree}, location, {key: location})
     assert isinstance(tree, Branch)
     return tree
@@ -287,11 +291,6 @@ def _merge_disjoint(lower: Tree, upper: Tree, path: str) -> Tree:
     for key, tree in upper.children.items():
         children[key] = _merge_disjoint(children[key], tree, f"{path}.{key}".strip(".")) if key in children else tree
     return Branch(children, lower.location, dict.fromkeys(children, lower.location))
-
-
-def setting_key(field: str) -> str:
-    """Return a settings field's name in recipes and flags, without the `_` that avoids a Python keyword (`from_`)."""
-    return field.removesuffix("_")
 
 
 def _from_python(value: Any, key: str, location: str) -> Tree:
@@ -329,23 +328,23 @@ def refuse_contradictions(overrides: Iterable[Branch]) -> None:
 
     If a flag is repeated under the same name, the last one counts.
     """
-    before: dict[str, tuple[str, Leaf | Items]] = {}
+    before: dict[str, tuple[Leaf | Items, str]] = {}
     for override in overrides:
-        keys: list[str] = []
-        tree: Tree = override
-        while isinstance(tree, Branch) and len(tree.children) == 1 and not tree.text:
-            ((key, tree),) = tree.children.items()
-            keys.append(key)
-        if isinstance(tree, Branch):
-            continue
-        # A component's bare name is its kind.
-        key = ".".join(keys).removesuffix(".kind")
-        flag, value = before.setdefault(key, (tree.location, tree))
-        text, earlier = _flag_text(tree), _flag_text(value)
-        equal = text == earlier or (isinstance(value, Leaf) and isinstance(tree, Leaf) and value.value == tree.value)
-        if flag != tree.location and not equal:
-            raise UserError(f"{tree.location} {text} and {flag} {earlier} contradict each other; keep one")
-        before[key] = tree.location, tree
+        for key, tree, text in _iter_values(override):
+            other, said = before.setdefault(key, (tree, text))
+            equal = getattr(tree, "value", _flag_text(tree)) == getattr(other, "value", _flag_text(other))
+            if other.location != tree.location and not equal:
+                raise UserError(f"{tree.location} {text} and {other.location} {said} contradict each other; keep one")
+            before[key] = tree, text
+
+
+def _iter_values(tree: Tree, key: str = "", text: str = "") -> Iterator[tuple[str, Leaf | Items, str]]:
+    """Yield every value of an override with its key and the text typed for it, or for the mapping that holds it."""
+    if isinstance(tree, Branch):
+        for name, child in tree.children.items():
+            yield from _iter_values(child, f"{key}.{name}".lstrip("."), text or tree.text)
+    else:  # a component's bare name is its kind
+        yield key.removesuffix(".kind"), tree, text or _flag_text(tree)
 
 
 def _flag_text(tree: Leaf | Items) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import itertools
 import re
+import warnings
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -53,6 +54,8 @@ WIDE = 1112
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 _SVG = "{http://www.w3.org/2000/svg}"
 _XLINK = "{http://www.w3.org/1999/xlink}"
+_NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
+"""Characters that XML 1.0 forbids."""
 _LIGHT = {light: token for token, (light, _) in PALETTE.items()}
 
 
@@ -113,6 +116,7 @@ def _theme_variable(match: re.Match[str]) -> str:
 
 def _clean_svg(raw: str, *, prefix: str, title: str, description: str) -> ET.Element:
     """Drop metadata and unused ids, shorten numbers, remove font families, and add a title for screen readers."""
+    raw, title, description = (_NOT_XML.sub("\ufffd", text) for text in (raw, title, description))
     root = ET.fromstring(raw)
     for parent in list(root.iter()):
         for child in [c for c in parent if c.tag in (f"{_SVG}metadata", f"{_SVG}style")]:
@@ -261,9 +265,10 @@ class Canvas:
     def chart(self, name: str, *, title: str, caption: str, verdict: str = "", evidence: Sequence[str] = ()) -> Chart:
         """Save the figure as a `Chart`."""
         buffer = io.StringIO()
-        self.figure.savefig(
-            buffer, format="svg", metadata={"Date": None, "Creator": None, "Type": None, "Format": None}
-        )
+        undated = dict.fromkeys(("Date", "Creator", "Type", "Format"))
+        with warnings.catch_warnings():  # text stays text: the reader's fonts draw it, not matplotlib's
+            warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+            self.figure.savefig(buffer, format="svg", metadata=undated)
         return Chart(name, title, caption, self.width, buffer.getvalue(), verdict, tuple(evidence))
 
 

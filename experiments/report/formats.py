@@ -53,14 +53,17 @@ def decimals_for(half_width: float | None, value: float) -> int:
 def estimate(
     value: float, low: float | None = None, high: float | None = None, *, plus: bool = False
 ) -> tuple[str, str]:
-    """Return (value, "low to high") with a common number of decimals, or as powers of ten if one is 1e9 or more. The
-    second text is empty without an interval or for one of zero width."""
+    """Return (value, "low to high") with a common number of decimals, or as powers of ten if one is 1e9 or more or
+    all are small and take more than six. The second text is empty without an interval or for one of zero width."""
     if not math.isfinite(value):
         return number(value), ""
     if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
         return (signed_number if plus else number)(value), ""
-    if max(abs(value), abs(low), abs(high)) >= 1e9:
-        texts = [(signed_number if plus else number)(x) for x in (value, low, high)]
+    largest, width = max(abs(value), abs(low), abs(high)), (high - low) / 2 or abs(value) / 100
+    if largest >= 1e9 or (largest < 1e-3 and 0 < width < 1e-5):
+        # of small values as many digits as show the width to two
+        digits = 3 if largest > 1 else 3 + max(math.floor(math.log10(largest)) - math.floor(math.log10(width)), 0)
+        texts = [(signed_number if plus else number)(x, digits) for x in (value, low, high)]
     else:
         decimals = decimals_for((high - low) / 2, value)
         sign = "+" if plus else ""
@@ -116,14 +119,6 @@ def seconds(value: float | None) -> str:
     return f"{hours}\u00a0h {minutes:02d}\u00a0min"
 
 
-def size(value: float) -> str:
-    """Format a byte count in binary units."""
-    if value < 1024:
-        return f"{value:,.0f} B"
-    power = 1 if value < 1024**2 else 2 if value < 1024**3 else 3
-    return f"{value / 1024**power:,.1f} {('KiB', 'MiB', 'GiB')[power - 1]}"
-
-
 def json_value(value: Any) -> str:
     """Format any JSON value on one line."""
     if isinstance(value, bool) or value is None:
@@ -174,6 +169,14 @@ def axis_value(value: Any) -> str:
         plain = value == 0 or 1e-5 <= abs(value) < 1e6
         return (f"{short:.12f}".rstrip("0").rstrip(".") if plain else f"{short:g}").replace("-", "−")
     return f"{value:,}".replace("-", "−") if isinstance(value, int) else str(value)
+
+
+def shorten_labels(labels: Sequence[str], longest: int) -> list[str]:
+    """Cut labels to `longest` characters in the middle, and number them if some were equal then."""
+    half = (longest - 1) // 2
+    short = [text if len(text) <= longest else f"{text[:half]}…{text[-half:]}" for text in labels]
+    alike = len(set(short)) < len(set(labels))
+    return [f"{place}: {text}"[:longest] for place, text in enumerate(short, 1)] if alike else short
 
 
 def setting(values: Mapping[str, Any]) -> str:

@@ -29,10 +29,8 @@ def render(chapters: Sequence[Chapter]) -> str:
     main = max(chapters, key=lambda chapter: chapter.weight)
     names = [chapter.name for chapter in chapters if chapter.name != SIDE_BY_SIDE]
     single = len(chapters) == 1
-    if single:
-        kicker = main.name if main.name == main.kind else f"{main.kind} {main.name}"
-    else:
-        kicker = f"{len(names)} runs"
+    only = main.name if main.name == main.kind else f"{main.kind} {main.name}"
+    kicker = only if single else f"{len(names)} runs"
     css = (_TEMPLATES / "style.css").read_text(encoding="utf-8")
     for index, theme in enumerate(("light", "dark")):
         values = " ".join(f"--{token}: {colours[index]};" for token, colours in PALETTE.items())
@@ -44,21 +42,18 @@ def render(chapters: Sequence[Chapter]) -> str:
         # Safe: serialised from an XML tree, which escapes every text.
         return Markup(chart.inline(f"c{next(numbers)}"))
 
-    return (
-        _jinja_environment()
-        .get_template("report.html.j2")
-        .render(
-            title=", ".join(names[:4]) + (", …" if len(names) > 4 else ""),
-            headline=main.finding or main.name,
-            kicker=kicker,
-            chapters=chapters,
-            main=main,
-            single=single,
-            svg=svg,
-            digest=digest,
-            style=Markup(css),
-            script=Markup(script),
-        )
+    template = _jinja_environment().get_template("report.html.j2")
+    return template.render(
+        title=", ".join(names[:4]) + (", …" if len(names) > 4 else ""),
+        headline=main.finding or main.name,
+        kicker=kicker,
+        chapters=chapters,
+        main=main,
+        single=single,
+        svg=svg,
+        digest=digest,
+        style=Markup(css),
+        script=Markup(script),
     )
 
 

@@ -45,12 +45,13 @@ def metric_lines(runs: Sequence[RunResults]) -> str:
 
 
 def _unique_names(runs: Sequence[RunResults]) -> list[str]:
-    """Return folder names, prefixed with the parent folder if two are equal."""
-    short = [run.name for run in runs]
-    return [
-        name if short.count(name) == 1 else f"{run.path.resolve().parent.name}/{name}"
-        for name, run in zip(short, runs, strict=True)
-    ]
+    """Return folder names, prefixed with as many parent folders as tell them apart, else numbered."""
+    names, above = [run.name for run in runs], [run.path.resolve().parents for run in runs]
+    for depth in range(max(map(len, above))):
+        folders = [own[depth].name if depth < len(own) else "" for own in above]
+        pairs = zip(names, folders, strict=True)
+        names = [name if names.count(name) == 1 else f"{folder}/{name}".lstrip("/") for name, folder in pairs]
+    return [name if names.count(name) == 1 else f"{name} ({place})" for place, name in enumerate(names, 1)]
 
 
 def _shared_split(runs: Sequence[RunResults]) -> str | None:

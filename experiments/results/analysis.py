@@ -61,6 +61,11 @@ def fitted_column(table: SweepTable) -> str:
     return "train.unexplained" if table.has("train.unexplained") else "train.error"
 
 
+def fit_name(table: SweepTable) -> str:
+    """Return the name of what `fitted_column` measures, for sentences."""
+    return FITS[fitted_column(table)]
+
+
 def is_capacity_axis(axis: str) -> bool:
     """Return True for axes along which the fit of the training data grows or shrinks.
 
@@ -121,6 +126,7 @@ def _curve_at(
     matrix = table.matrix(test, axis, setting)
     rows, columns = [matrix.seeds.index(s) for s in seeds], [matrix.values.index(v) for v in values]
     cells = np.ix_(np.array(rows, dtype=int), np.array(columns, dtype=int))
+    undefined = matrix.present[cells] & ~matrix.lost[cells] & ~np.isfinite(matrix.y[cells])
 
     def column(name: str) -> np.ndarray | None:
         if not table.has(name):
@@ -133,10 +139,11 @@ def _curve_at(
     items = np.unique(items[np.isfinite(items)])
     return Curve(
         axis=_SHORT.get(axis, axis.rpartition(".")[2]), values=[float(v) for v in values], test=matrix.y[cells],
-        train_error=column(fitted_column(table)), fit=FITS[fitted_column(table)], train_loss=column("train.loss"),
+        train_error=column(fitted_column(table)), fit=fit_name(table), train_loss=column("train.loss"),
         gradient_norm=column(GRADIENT), sharpness=column(SHARPNESS), metric=f"{split} {metric.replace('_', ' ')}",
-        unit="nats" if metric == "loss" else "", items=int(items[0]) if len(items) == 1 else None, epsilon=epsilon,
-        training=test == "train.loss", lost=table.lost(setting),
+        unit=table.loss_unit.partition(",")[0] if metric == "loss" else "",
+        items=int(items[0]) if len(items) == 1 else None,
+        epsilon=epsilon, training=test == "train.loss", lost="had no value" if undefined.any() else table.lost(setting),
     )  # fmt: skip
 
 
@@ -148,8 +155,9 @@ def compare_settings(
     *,
     test: str,
     epsilon: float = 0.1,
+    level: float = 0.05,
 ) -> tuple[Curve, CurveComparison]:
-    """Compare a setting with `base` along `axis`: (curve of the setting, comparison).
+    """Compare a setting with `base` along `axis`, each test at `level`: (curve of the setting, comparison).
 
     Uses the seeds and values that both have, thinned as for a verdict. Raises UserError for an axis without order,
     fewer than three seeds, or fewer than three values.
@@ -163,7 +171,9 @@ def compare_settings(
         raise UserError(f"{len(values)} values of {axis} are in both curves; a comparison needs {FEWEST_POINTS}")
     values = _thin_values(values)
     curves = [_curve_at(table, axis, each, seeds, values, test, epsilon) for each in (setting, base)]
-    return curves[0], compare_curves(*curves)
+    if not is_capacity_axis(axis):  # a fit that does not grow along it has no threshold
+        curves = [replace(curve, train_error=None) for curve in curves]
+    return curves[0], compare_curves(*curves, level=level)
 
 
 def analyse_curve(

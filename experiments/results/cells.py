@@ -15,13 +15,13 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
 from flatshift.finetune.atomic import read_json_object
 from flatshift.finetune.digests import verify_sealed
 from flatshift.finetune.errors import UserError
+from flatshift.finetune.machine import installed_version
 
 Status = Literal["done", "diverged", "failed"]
 RESULT = "result.json"
@@ -31,6 +31,8 @@ STUDY = "study.recipe.yaml"
 """Recipe of a comparison, written before its cells."""
 CELLS, CURVES, POINTS, EMC = "cells.parquet", "curves.parquet", "points.csv", "emc.json"
 """Tables made from a sweep's cells."""
+SLURM = "slurm"
+"""Folder of submitit's scripts, logs and pickles in a study's directory."""
 FORECAST = "forecast.json"
 """Forecast of a recipe, next to the tables of its predicted cells."""
 
@@ -82,10 +84,7 @@ _READERS = ("experiments/report/", "experiments/results/", "experiments/statisti
 
 def flatshift_version() -> str:
     """Return the version of the installed distribution."""
-    try:
-        return version("flatshift")
-    except PackageNotFoundError:
-        return "uninstalled"
+    return installed_version("flatshift") or "uninstalled"
 
 
 @functools.cache

@@ -165,9 +165,8 @@ def metric_differences(evaluation: RunEvaluation, base: RunEvaluation) -> dict[s
     paired = _paired_differences(evaluation, base)
     differences = {}
     for name, cell in evaluation.metrics.items():
-        if name not in base.metrics or find_metric(name).is_floor:
-            continue
-        if name in _LOSSES and evaluation.loss != base.loss:
+        other_loss = name in _LOSSES and evaluation.loss != base.loss
+        if name not in base.metrics or find_metric(name).is_floor or other_loss:
             continue
         if name in paired:
             differences[name] = paired[name]

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from flatshift.experiments.results.cells import MARKER, STUDY
+from flatshift.experiments.results.cells import FORECAST, MARKER, STUDY
 from flatshift.experiments.results.predictions import Predictions, RunEvaluation, read_predictions
 from flatshift.experiments.results.sweep import SweepData, read_sweep
 from flatshift.experiments.results.table import read_parquet
@@ -137,11 +137,11 @@ class RunResults:
         return tree if isinstance(tree, dict) else {}
 
     def loss_unit(self, stage: str) -> str:
-        """Return the unit of the loss of `stage`, as far as the recipe determines it."""
+        """Return the unit of the loss of `stage`, as far as the recipe determines it; a forecast is least squares."""
         task = self.recipe.get("task")
         if not isinstance(task, dict) or not (kind := task.get("kind")):
             return "nats"
-        if task.get("loss") == "squared" and stage != "warm-up":
+        if stage != "warm-up" and (task.get("loss") == "squared" or (self.path / FORECAST).is_file()):
             return "squared error per example"
         # A warm-up is language modelling, whatever follows.
         return (BaseTask if stage == "warm-up" else KINDS.get(str(kind), BaseTask)).traits.loss_unit
@@ -235,7 +235,10 @@ class RunResults:
     @cached_property
     def sweep(self) -> SweepData | None:
         is_comparison = self.comparison or (self.path / STUDY).is_file()  # whose cells are not a grid
-        return None if is_comparison else read_sweep(self.path)
+        data = None if is_comparison else read_sweep(self.path)
+        for table in [] if data is None else filter(None, (data, data.trace)):
+            table.loss_unit = self.loss_unit("fine-tune")
+        return data
 
     @cached_property
     def shift(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -479,7 +482,8 @@ def _iter_runs(folder: Path, depth: int) -> Iterator[Path]:
 def _run_entry(run: RunResults, name: str) -> DirectoryEntry:
     created = str(run.environment.get("created") or run.manifest.get("created") or "") or _modified_time(run.path)
     date = created.replace("+00:00", "Z")
-    documents = {"comparison": run.comparison, "evaluation": run.evaluation, "tokenizers": run.tokenizers}
+    documents: dict[str, Any] = {"comparison": run.comparison, "evaluation": run.evaluation}
+    documents |= {"tokenizers": run.tokenizers, "forecast": (run.path / FORECAST).is_file()}
     for kind, present in documents.items():
         if present:
             return DirectoryEntry(name, kind, "finished", date=date)
@@ -512,10 +516,9 @@ def _training_entry(run: RunResults, name: str, date: str) -> DirectoryEntry:
 
 
 def _sweep_entry(run: RunResults, name: str, date: str) -> DirectoryEntry:
-    plan = read_object(run.path / MARKER)
-    planned = plan.get("cells") if isinstance(plan.get("cells"), int) else None
     data = run.sweep
     if data is None:
+        planned = read_object(run.path / MARKER).get("cells")
         return DirectoryEntry(name, "sweep", "unfinished", 0, planned, date=date)
     column = data.error_columns()[0]
     lowest = data.best(column)
@@ -524,7 +527,7 @@ def _sweep_entry(run: RunResults, name: str, date: str) -> DirectoryEntry:
         best = lowest[1]
         ends = {"metric": f"lowest {column.replace('.', ' ')}", "value": best.value, "low": best.low, "high": best.high}
     status = "unfinished" if data.unfinished else f"finished, {len(data.failed)} failed" if data.failed else "finished"
-    return DirectoryEntry(name, "sweep", status, data.done, planned or len(data), date=date, **ends)
+    return DirectoryEntry(name, "sweep", status, data.done, data.total, date=date, **ends)
 
 
 def _modified_time(path: Path) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -116,15 +115,14 @@ class SweepData(SweepTable):
         ]
 
     @property
+    def total(self) -> int:
+        """Number of planned cells, or of those there if that is more or unknown."""
+        return max(self.planned or 0, len(self))
+
+    @property
     def unfinished(self) -> int:
         """Number of planned cells without a result."""
-        return max((self.planned if self.planned is not None else len(self)) - self.done - len(self.failed), 0)
-
-    @cached_property
-    def seconds(self) -> list[float]:
-        """Wall seconds of every finished cell that recorded them."""
-        values = self.column("seconds")
-        return [v for v in values.tolist() if math.isfinite(v)]
+        return self.total - self.done - len(self.failed)
 
     @cached_property
     def versions(self) -> list[tuple[str, int]]:
@@ -140,7 +138,8 @@ class SweepData(SweepTable):
 
     def error_columns(self) -> tuple[str, str]:
         """Return (test column, train column): of the requested metric, else error if the task has one, else loss."""
-        name = self.metric or ("error" if self.has("test.error") or self.has("train.error") else "loss")
+        known = any(self.has(f"{split}.error") for split in SPLITS)
+        name = self.metric or ("error" if known else "loss")
         return f"{self.held_out_split(name)}.{name}", f"train.{name}"
 
     def held_out_split(self, name: str) -> str:

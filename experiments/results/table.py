@@ -20,8 +20,6 @@ from flatshift.finetune.evaluate.metrics import find_metric
 
 Setting = Mapping[str, Any]
 """Axis → value."""
-
-
 _DENSE = 4_000_000  # combinations of levels counted in an array; codes of more are sorted, which is slower
 
 
@@ -46,6 +44,8 @@ class SweepTable:
 
     A value that is not finite counts as not measured; only finished rows are read (`status` done, or no status).
     """
+
+    loss_unit = "nats"
 
     def __init__(self, table: pa.Table, axes: Sequence[str]) -> None:
         self.table = table

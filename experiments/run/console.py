@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TextIO, cast
 
+from flatshift.finetune.compute.memory import polling
 from flatshift.finetune.errors import STOP_SIGNALS, EscapedStream, Interrupted, escape_control_characters
 from flatshift.finetune.figures import format_rate
 
@@ -55,24 +56,17 @@ def print_heartbeat(name: str, every: float = _EVERY_S) -> Iterator[None]:
     If stderr is not a terminal, the interval grows up to a minute: nobody is watching.
     """
     start = _Output.last = time.monotonic()
-    longest = every if sys.stderr.isatty() else 15 * every
-    ended = threading.Event()
+    wait, longest = every, every if sys.stderr.isatty() else 15 * every
 
-    def print_messages() -> None:
-        wait = every
-        while not ended.wait(every / 8):
-            now = time.monotonic()
-            if not _Output.sources and now - _Output.last >= wait:
-                _Output.last, wait = now, min(2 * wait, longest)
-                print(f"{name}: at work for {now - start:.0f} s", file=sys.stderr, flush=True)
+    def print_message() -> None:
+        nonlocal wait
+        now = time.monotonic()
+        if not _Output.sources and now - _Output.last >= wait:
+            _Output.last, wait = now, min(2 * wait, longest)
+            print(f"{name}: at work for {now - start:.0f} s", file=sys.stderr, flush=True)
 
-    thread = threading.Thread(target=print_messages, name="heartbeat", daemon=True)
-    thread.start()
-    try:
+    with polling(print_message, every=every / 8):
         yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 _SAMPLE_S, _SAMPLES, _FEWEST_SAMPLES = 0.25, 15, 3

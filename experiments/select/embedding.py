@@ -130,9 +130,8 @@ class Vectors:
 
     The embedder is built on first use: TF-IDF is fitted on all three sides together, whatever part of the pool is then
     requested. state: directory for a model's vectors until the selection is complete; None: not kept. stages: embed the
-    pool by shards. `cache_use`
-    describes the use of the cache for the manifest, `copies` the files copied from a store, by side. `close` removes
-    temporary shards.
+    pool by shards. `cache_use` describes the use of the cache for the manifest, `copies` the files copied from a store,
+    by side. `close` removes temporary shards.
     """
 
     recipe: Recipe
@@ -297,7 +296,7 @@ def _check_ids(directory: FeatureDirectory, records: Records, side: str) -> None
             number, ids = -1, directory.ids()
         while number < row.index:
             number, identity = number + 1, next(ids)
-        if identity not in (row.id, row.id.rpartition("#")[0]):  # a piece is called <id>#<k>
+        if identity != row.id:
             raise UserError(
                 f"--{side}-features: row {number} of {directory.directory} is of {identity!r}, and the record there "
                 f"({row.where}) is {row.id!r}; write the shards in the order of the files"

@@ -55,8 +55,9 @@ def clean_rows(
     """
     spec = select_settings(recipe)
     settings = spec.hygiene
-    repeats = (settings.exact or settings.near is not None) and "eval" in settings.against
-    if spec.eval.files and not repeats and settings.decontaminate is None:
+    compared = set(settings.against) if settings.exact or settings.near is not None else set()
+    compared |= {"eval"} if settings.decontaminate is not None else set()
+    if spec.eval.files and "eval" not in compared:
         raise UserError(
             "select.eval.files: no step of select.hygiene that is on looks at it; turn on exact, near or decontaminate"
         )
@@ -70,8 +71,7 @@ def clean_rows(
     from flatshift.selection.hygiene import ReferenceTexts, clean_pool
 
     started = time.monotonic()
-    compares = repeats or settings.decontaminate is not None
-    evaluation_rows = [*held_out, *_evaluation_rows(recipe, spec)] if compares else []
+    evaluation_rows = [*held_out, *_evaluation_rows(recipe, spec, console)] if "eval" in compared else []
     evaluation_texts = [(text, row.id) for row in evaluation_rows for text in _all_texts(row)]
     if settings.decontaminate is not None and not evaluation_texts:
         raise UserError(
@@ -105,7 +105,7 @@ def clean_rows(
         "dropped": cleaned.counts(),
         "cut": len(cleaned.pieces),
         "pieces": sum(map(len, cleaned.pieces.values())),
-        "compared_with": {reference.name: len(reference.texts) for reference in references},
+        "compared_with": {each.name: len(each.texts) for each in references if each.name in compared},
         **({} if listed is None else {"listed": {"entries": len(listed), "unknown": len(listed.unknown)}}),
         **cleaned.diagnostics,
         "seconds": round(time.monotonic() - started, 3),
@@ -150,7 +150,7 @@ def _read_drop_list(spec: Select, rows: RowView, console: Console) -> DropList:
     return listed
 
 
-def _evaluation_rows(recipe: Recipe, spec: Select) -> list[Row]:
+def _evaluation_rows(recipe: Recipe, spec: Select, console: Console) -> list[Row]:
     """Return the evaluation rows: dev and test of the recipe (held out by `data.holdout` if no file is named), and
     `select.eval`."""
     rows: list[Row] = []
@@ -163,9 +163,16 @@ def _evaluation_rows(recipe: Recipe, spec: Select) -> list[Row]:
         sources = [("dev", data.dev, data), ("test", data.test, data), *sources]
     for name, files, settings in sources:
         if files.files:
-            read = read_rows(files.files, columns=settings.columns, required=(), bad_rows=settings.bad_rows)
-            good = require_rows(read, files=files.files, purpose=name)
-            rows += limit_rows(good, files.limit, seed=derive_seed(recipe.train.seed, "limit", name))
+            skipped: list[str] = []
+            read = read_rows(
+                files.files, columns=settings.columns, required=(), bad_rows=settings.bad_rows, skipped=skipped
+            )
+            good = require_rows(read, files=files.files, purpose=name, skipped=skipped)
+            if skipped:
+                console.say(f"{name}: skipped {len(skipped):,} bad records, first {skipped[0]}")
+            setting = "select.eval.limit" if settings is spec else f"data.{name}.limit"
+            draw = derive_seed(recipe.train.seed, "limit", name)
+            rows += limit_rows(good, files.limit, seed=draw, setting=setting)
     return rows
 
 

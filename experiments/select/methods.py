@@ -19,8 +19,8 @@ import numpy as np
 from flatshift.experiments.recipe.schema import Recipe, Select
 from flatshift.experiments.run.console import Console, ProgressBar
 from flatshift.experiments.select.adapted import LANGUAGE, encode_texts, train_loss_gap
-from flatshift.experiments.select.outputs import to_json_values
 from flatshift.experiments.select.pool import PoolAndTarget
+from flatshift.finetune.atomic import to_json_values
 from flatshift.finetune.compute.cuda_status import resolve_device
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.backbone import open_backbone
@@ -198,8 +198,7 @@ class ScoreCheckpoint:
             np.savez(handle, digest=np.array(self._digest()), scores=selector.scores_, told=diagnostics, **arrays)
 
     def restore(self, selector: Selector) -> bool:
-        """Return True if `selector` now has the scores of an earlier attempt; False if there are none for these
-        texts."""
+        """Return True if `selector` now has the scores of an earlier attempt on these texts, else False."""
         try:
             with np.load(self.path, allow_pickle=False) as stored:
                 if str(stored["digest"]) != self._digest():
@@ -220,9 +219,8 @@ class ScoreCheckpoint:
             for text in texts:
                 raw = text.encode("utf-8", "surrogatepass")
                 digest.update(len(raw).to_bytes(8, "little") + raw)
-        for side in (self._sides.x, self._sides.y):  # the user's own features do not depend on the texts
-            if side is None:
-                continue
+        sides = (self._sides.x, self._sides.y, self._sides.z)  # one's own features do not depend on the texts
+        for side in (side for side in sides if side is not None):
             for start in range(0, len(side), _BLOCK_ROWS):
                 digest.update(np.ascontiguousarray(side[start : start + _BLOCK_ROWS]).tobytes())
         return digest.hexdigest()

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatshift.experiments.recipe.schema import Recipe
+from flatshift.experiments.recipe.schema import Recipe, Select
 from flatshift.experiments.select.pool import PoolAndTarget, select_settings
 from flatshift.finetune.assets import pool_tags_path
-from flatshift.finetune.atomic import json_text
-from flatshift.finetune.data.view import RowView
+from flatshift.finetune.atomic import json_text, to_json_values
+from flatshift.finetune.data.rows import read_id
+from flatshift.finetune.data.view import RowView, set_aside
 from flatshift.finetune.seeds import derive_seed
 from flatshift.selection.methods.base import Selector
 
@@ -68,7 +69,7 @@ def write_selection(
                 for column, kind in zip(table.values(), kinds, strict=True)
             ]
             writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
-    _write_selected(directory, rows.take(chosen), scores[chosen], rank[chosen], spec.columns.id)
+    _write_selected(directory, rows.take(chosen), scores[chosen], rank[chosen], spec)
     if nearest is not None:
         targets = [sides.target.rows[number] for number in dict.fromkeys(nearest[chosen].tolist())]
         with (directory / "targets.jsonl").open("w", encoding="utf-8") as handle:  # for the page
@@ -79,15 +80,17 @@ def write_selection(
         coordinates = project(sides.x, sides.y, selected, seed=derive_seed(recipe.train.seed, "map"), max_points=4000)
         pq.write_table(coordinates, directory / "map.parquet")
     if spec.pool.files == ("sample:pool",):
-        _write_hidden_domains(directory, set(rows.ids))
+        _write_hidden_domains(directory, rows.ids)
 
 
-def _write_selected(directory: Path, rows: RowView, scores: np.ndarray, ranks: np.ndarray, id_column: str) -> None:
-    """Write the selected records in selection order, plus id, score and rank; colliding input keys move under `source`.
+def _write_selected(directory: Path, rows: RowView, scores: np.ndarray, ranks: np.ndarray, spec: Select) -> None:
+    """Write the selected records in selection order, plus id, score and rank; colliding input keys move under `source`,
+    or `source_2` where records have that.
 
-    A repeated record has a line each time, with a new id, also in the column that ids are read from, and the record's
-    id as `repeat_of`.
+    A repeated record has a line each time, with a new id and the record's id as `repeat_of`. The column that ids are
+    read from has the line's id.
     """
+    columns = spec.columns
     names: set[str] = set(rows.ids)
     written: set[str] = set()
     with (directory / "selected.jsonl").open("w", encoding="utf-8") as handle:
@@ -98,17 +101,12 @@ def _write_selected(directory: Path, rows: RowView, scores: np.ndarray, ranks: n
                 name = next(name for n in count(2) if (name := f"{row.id} ({n})") not in names)
                 names.add(name)
                 added |= {"id": name, "repeat_of": row.id}
-                if id_column in record:
-                    record[id_column] = name
             written.add(row.id)
-            collides = {key for key in (*added, "repeat_of") if key in record and record[key] != added.get(key)}
-            if "id" in collides and str(record["id"]) == row.id:  # a number, read as this id
-                collides.remove("id")
-            if collides:
-                collides |= {"source"} & record.keys()
-            moved = {key: record.pop(key) for key in sorted(collides)}
-            if moved:
-                record["source"] = moved
+            if columns.id in record and read_id(record[columns.id], columns.id) != added["id"]:
+                record[columns.id] = added["id"]
+            keys = {"id", "rank", "repeat_of", "score"} & record.keys() - {columns.id}
+            differ = [key for key in keys if key not in added or record[key] != added[key]]
+            set_aside(record, differ, (columns.text, spec.domain_column))
             handle.write(json_text(to_json_values({**record, **added}), default=str) + "\n")
 
 
@@ -135,13 +133,13 @@ def project(
     def sample(rows: np.ndarray, count: int) -> np.ndarray:
         return rows if len(rows) <= count else np.sort(rng.choice(rows, count, replace=False))
 
-    fits = [_float64(side, sample(np.arange(len(side)), _FIT_ROWS)) for side in (X, Y)]
+    fits = [np.asarray(side[sample(np.arange(len(side)), _FIT_ROWS)], np.float64) for side in (X, Y)]
     chosen = np.asarray(selected)
     chosen = np.flatnonzero(chosen) if chosen.dtype == bool else np.unique(chosen.astype(np.int64))
     target = sample(np.arange(len(Y)), max_points // 4)
     selection = sample(chosen, max_points // 4)
     others = sample(np.setdiff1d(np.arange(len(X)), chosen), max_points - len(target) - len(selection))
-    parts = [_float64(X, others), _float64(X, selection), _float64(Y, target)]
+    parts = [np.asarray(side[rows], np.float64) for side, rows in ((X, others), (X, selection), (Y, target))]
     if (largest := max(float(np.abs(rows).max(initial=0.0)) for rows in (*fits, *parts))) > _MAX_FEATURE:
         fits, parts = [rows / largest for rows in fits], [rows / largest for rows in parts]
     sides = [side for side in fits if len(side)]
@@ -163,28 +161,9 @@ def project(
     return table.replace_schema_metadata({"flatshift.explained": json.dumps([round(float(e), 6) for e in explained])})
 
 
-def _float64(source: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    return np.asarray(source[rows], dtype=np.float64)
-
-
-def _write_hidden_domains(directory: Path, ids: set[str]) -> None:
-    """Write the shipped pool's hidden tags, for the report only and after the selection."""
+def _write_hidden_domains(directory: Path, ids: Sequence[str]) -> None:
+    """Write the shipped pool's hidden tags (of pieces that of their text), for the report and after the selection."""
     with lzma.open(pool_tags_path(), "rt", encoding="utf-8") as tags:
-        lines = (line.rstrip("\n").split("\t") for line in tags)
-        text = "".join(f"{identity}\t{domain}\n" for identity, domain, *_ in lines if identity in ids)
+        domains = dict(line.split("\t", 2)[:2] for line in tags)
+    text = "".join(f"{name}\t{domains[name.partition('#')[0]]}\n" for name in ids)
     (directory / "judged_domains.tsv").write_text(text, encoding="utf-8")
-
-
-def to_json_values(value: Any) -> Any:
-    """Convert NumPy scalars and arrays to JSON values; non-finite numbers to null."""
-    if isinstance(value, dict):
-        return {str(k): to_json_values(v) for k, v in value.items()}
-    if isinstance(value, np.ndarray):
-        return to_json_values(value.tolist())
-    if isinstance(value, (list, tuple)):
-        return [to_json_values(v) for v in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float) and not np.isfinite(value):
-        return None
-    return value

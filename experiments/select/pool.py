@@ -22,7 +22,7 @@ from flatshift.experiments.run.console import Console
 from flatshift.experiments.select.stages import Stages
 from flatshift.finetune.data.config import Columns, Files
 from flatshift.finetune.data.rows import Row, count_records, limit_rows, read_rows, require_rows
-from flatshift.finetune.data.view import RowView, spill_rows
+from flatshift.finetune.data.view import RowView, read_domain, spill_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.seeds import derive_seed
@@ -97,12 +97,13 @@ def read_pool(spec: Select, seed: int, directory: Path, console: Console, stages
             domain_column=spec.domain_column,
         )
     else:
-        view, skipped = stages.read(spec, _named_columns(spec))
+        view, skipped = stages.read(spec, _named_columns(spec, "pool"))
     if not len(view):
         require_rows([], files=spec.pool.files, purpose="pool", skipped=skipped)
     total = count_records(len(view), skipped)
     if spec.pool.limit is not None:
-        view = view.take(limit_rows(range(len(view)), spec.pool.limit, seed=derive_seed(seed, "limit", "pool")))
+        draw = derive_seed(seed, "limit", "pool")
+        view = view.take(limit_rows(range(len(view)), spec.pool.limit, seed=draw, setting="select.pool.limit"))
     return PoolRecords(view, skipped, total)
 
 
@@ -111,7 +112,8 @@ def read_records(files: Files, spec: Select, seed: int, name: str) -> Records:
     skipped: list[str] = []
     rows = _read_rows(files, spec, name, skipped)
     good = require_rows(rows, files=files.files, purpose=name, skipped=skipped)
-    limited = limit_rows(good, files.limit, seed=derive_seed(seed, "limit", name))
+    draw = derive_seed(seed, "limit", name)
+    limited = limit_rows(good, files.limit, seed=draw, setting=f"select.{name}.limit")
     return Records(limited, skipped, count_records(len(good), skipped))
 
 
@@ -167,25 +169,25 @@ def record_domains(records: Records, spec: Select) -> list[str | None] | None:
     """Return each record's domain, or None if no record has one."""
     if isinstance(records.rows, RowView):
         return records.rows.domains()
-    names = [row.values.get(spec.domain_column) for row in records.rows]
-    return [None if name is None else str(name) for name in names] if any(n is not None for n in names) else None
+    names = [read_domain(row.values.get(spec.domain_column)) for row in records.rows]
+    return names if any(name is not None for name in names) else None
 
 
 def _read_rows(files: Files, spec: Select, name: str, skipped: list[str]) -> Iterator[Row]:
     if not files.files:
         raise UserError(f"select.{name}.files is empty: name the files of the {name}")
-    is_pool = name == "pool"
     return read_rows(
         files.files, columns=spec.columns, bad_rows=spec.bad_rows, skipped=skipped, setting="select.columns",
-        named=_named_columns(spec) if is_pool else None,
+        named=_named_columns(spec, name),
     )  # fmt: skip
 
 
-def _named_columns(spec: Select) -> dict[str, str]:
-    """Return the columns that at least one row of the pool must have, each with its setting: the id column if the user
-    named it, the domain column if the user set it or the method requires it."""
-    named = {spec.columns.id: "select.columns.id"} if spec.columns.id != Columns().id else {}
-    if spec.domain_column != Select().domain_column or isinstance(spec.method, Domains):
+def _named_columns(spec: Select, side: str) -> dict[str, str]:
+    """Return the columns that at least one row of a side must have, each with its setting: the pool's id column if the
+    user named it, the domain column (for `less` the target's) if the user set it or the method requires it."""
+    named = {spec.columns.id: "select.columns.id"} if side == "pool" and spec.columns.id != Columns().id else {}
+    required = spec.domain_column != Select().domain_column or isinstance(spec.method, Domains)
+    if required and side == ("target" if spec.method.kind == "less" else "pool"):
         named[spec.domain_column] = "select.domain_column or --domain-column"
     return named
 

@@ -43,7 +43,7 @@ from flatshift.experiments.select.methods import (
     solver_device,
     unused_setting,
 )
-from flatshift.experiments.select.outputs import to_json_values, write_selection
+from flatshift.experiments.select.outputs import write_selection
 from flatshift.experiments.select.pool import (
     PoolAndTarget,
     cut_pool,
@@ -59,7 +59,7 @@ from flatshift.experiments.select.relevance import apply_relevance, check_releva
 from flatshift.experiments.select.selection_checks import can_check, non_fatal, profile_selection, run_selection_checks
 from flatshift.experiments.select.stages import Stages
 from flatshift.experiments.select.target import check_target, read_target, target_record
-from flatshift.finetune.atomic import write_json
+from flatshift.finetune.atomic import to_json_values, write_json
 from flatshift.finetune.data.files import describe_files
 from flatshift.finetune.digests import DONE, FILES, file_digests
 from flatshift.finetune.errors import UserError
@@ -91,6 +91,7 @@ def select(
     draw: Draw | None = None,
     fit: Fit | None = None,
     on: str | None = None,
+    setup: Callable[[], None] | None = None,
 ) -> dict[str, Any]:
     """Run a recipe's `select` block into the new directory `out` (atomically) and return its manifest.
 
@@ -100,7 +101,7 @@ def select(
 
     draw: draws the report page inside the directory. fit: fits the selector in place of its own `fit`
     (`flatshift.experiments.select.ranks`). on: executor that runs the stages over shards of the pool
-    (`flatshift.experiments.select.stages`).
+    (`flatshift.experiments.select.stages`). setup: writes input files; called when `out` is accepted.
 
     Raises UserError for an `out` that holds anything else or is in use, missing settings, bad rows, or a budget above
     the pool.
@@ -118,6 +119,8 @@ def select(
     recipe_yaml = resolved.to_yaml()
     with disk_full_interrupts(f"selecting into {out}"), exclusive_lock(out), open_resumable(out, recipe_yaml) as work:
         directory = work.directory
+        if setup is not None:
+            setup()
         write_provenance(directory, recipe_yaml=recipe_yaml)
 
         def append_to_log(line: str) -> None:

@@ -23,10 +23,12 @@ from flatshift.experiments.recipe.schema import Recipe, Select
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.select.pool import PoolAndTarget
 from flatshift.finetune.errors import Interrupted
+from flatshift.finetune.redaction import redact_urls
 from flatshift.finetune.seeds import derive_seed, numpy_generator
 from flatshift.selection import Pool, build_selector
 from flatshift.selection.config import Domains, GotD, GotDContrast, ranking_method, required_inputs
-from flatshift.selection.errors import ConvergenceWarning, SelectionError
+from flatshift.selection.errors import SelectionError
+from flatshift.selection.hygiene.duplicates import normalise_text
 from flatshift.selection.methods.base import Selector
 
 _MAX_LISTED = 10
@@ -72,7 +74,7 @@ def run_selection_checks(
     order = np.concatenate([chosen, ranked[~np.isin(ranked, chosen)]])
     with non_fatal(console):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # a tolerance missed on a part is in `marginal_error`
+            warnings.simplefilter("ignore", UserWarning)  # of a part; a tolerance missed is in `marginal_error`
             result = check_selection(
                 x, y, order, budget=spec.budget, refit=_refit_function(spec, sides, seed),
                 weights=sides.weights,
@@ -150,24 +152,16 @@ def _coverage_record(coverage: Any, rows: np.ndarray, sides: PoolAndTarget) -> d
     for i in np.lexsort((-coverage.g, ~unserved))[:_MAX_LISTED].tolist():
         row = sides.target.rows[int(rows[coverage.targets[i]])]
         nearest = sides.pool.rows[int(coverage.rows[i])]
-        worst.append(
-            {
-                "id": row.id,
-                "g": float(coverage.g[i]),
-                "unserved": bool(unserved[i]),
-                "cost": float(coverage.costs[i]),
-                "text": _truncate(row.values["text"]),
-                "nearest": nearest.id,
-                "nearest_text": _truncate(nearest.values["text"]),
-            }
-        )
+        line = {"id": row.id, "g": float(coverage.g[i]), "unserved": bool(unserved[i])}
+        line |= {"cost": float(coverage.costs[i]), "text": _truncate(row.values["text"])}
+        worst.append(line | {"nearest": nearest.id, "nearest_text": _truncate(nearest.values["text"])})
     count = int(unserved.sum())
     return {"looked_at": len(coverage.targets), "limit": coverage.limit, "unserved": count, "worst": worst,
             "of": len(rows)}  # fmt: skip
 
 
 def _truncate(text: str) -> str:
-    text = " ".join(text[: 4 * _MAX_CHARACTERS].split())
+    text = redact_urls(" ".join(text[: 4 * _MAX_CHARACTERS].split()))  # every address of a manifest is searched
     return text if len(text) <= _MAX_CHARACTERS else text[: _MAX_CHARACTERS - 1] + "…"
 
 
@@ -207,20 +201,21 @@ def profile_selection(recipe: Recipe, sides: PoolAndTarget, selector: Selector, 
         profiled = chosen[np.unique(np.linspace(0, len(chosen) - 1, _MAX_PROFILED).astype(int))]
     texts = {
         "selection": rows.take(profiled).texts[:],
-        "target": target[:: max(1, len(target) // _MAX_PROFILED)],
+        "target": target[:: -(-len(target) // _MAX_PROFILED)],
         "pool": rows.take(sample).texts[:],
     }
     profile: dict[str, Any] = {side: _profile_texts(side_texts) for side, side_texts in texts.items()}
     for side, figures in _compare_with_target(texts).items():
         profile[side] |= figures
-    known = {_letters_only(text) for text in target}
-    profile["selection"]["also_in_target"] = sum(_letters_only(text) in known for text in texts["selection"])
+    known = {normalise_text(text) for text in target}
+    profile["selection"]["also_in_target"] = sum(normalise_text(text) in known for text in rows.take(chosen).texts)
+    profile["selection"]["blank"] = sum(not text.strip() for text in rows.take(chosen).texts)
     if sides.domains[0] is not None:
         names = np.array([name or "(none)" for name in sides.domains[0]], dtype=object)
         profile["selection"]["sources"] = _largest_shares(names[chosen].tolist())
         profile["pool"]["sources"] = _largest_shares(names[sample].tolist())
     profile["spoke"], profile["first"] = _explain_first(recipe, sides, selector, chosen[:_FIRST], texts)
-    profile["warnings"] = _warnings(profile, len(target))
+    profile["warnings"] = _warnings(profile, len(target), recipe.select)
     if len(chosen) < _MIN_DISTINCT * readings:
         profile["warnings"].append(
             f"{len(chosen):,} records make up {readings:,} readings, as the pool has few that are like the target; "
@@ -341,7 +336,7 @@ def _explain_first(
     return "words", records
 
 
-def _warnings(profile: dict[str, Any], targets: int) -> list[str]:
+def _warnings(profile: dict[str, Any], targets: int, spec: Select) -> list[str]:
     selection, target, pool = profile["selection"], profile["target"], profile["pool"]
     sentences = []
     if targets < _MIN_TARGETS:
@@ -357,12 +352,16 @@ def _warnings(profile: dict[str, Any], targets: int) -> list[str]:
             f"{selection['repeats']:.0%} of the chosen records repeat another but for numbers and marks; "
             "set select.hygiene.near"
         )
-    if (also := selection["also_in_target"]) > 0.01 * selection["texts"]:
+    if (also := selection["also_in_target"]) > 0.01 * spec.budget:
+        cure = "" if spec.hygiene.exact or spec.chunk is not None else "; set select.hygiene.exact to drop them"
+        sentences.append(f"{also:,} chosen records are texts of the target itself{cure}")
+    if blank := selection["blank"]:
         sentences.append(
-            f"{also:,} chosen records are texts of the target itself; set select.hygiene.exact to drop them"
+            f"{blank:,} chosen records have a blank text, and a training on them stops there; set "
+            "select.hygiene.length.min_chars: 1 to drop them"
         )
     script, share = next(iter(target["scripts"].items()))
-    if share > 0.5 and selection["scripts"].get(script, 0.0) < 0.5 * share:
+    if script != "none" and share > 0.5 and selection["scripts"].get(script, 0.0) < 0.5 * share:
         sentences.append(
             f"most target texts are in {script} script, and {selection['scripts'].get(script, 0.0):.0%} of the chosen "
             "records are; the pool, or the tokenizer, does not know it"

@@ -445,8 +445,7 @@ class _ReadFile:
 
 
 def _read_record(arrays: Arrays) -> dict[str, Any]:
-    record: dict[str, Any] = json.loads(arrays["record"].tobytes())
-    return record
+    return dict(json.loads(arrays["record"].tobytes()))
 
 
 def _identity(path: Any) -> str:
@@ -462,12 +461,9 @@ def _identity(path: Any) -> str:
     return f"{status.st_size} {status.st_mtime_ns}"
 
 
-def _content_digest(path: Any) -> str:
-    return _identity(path) if isinstance(path, RemoteFile) or str(path).startswith(HUB) else file_digest(path)[0]
-
-
 def _check_unchanged(path: Any, record: Mapping[str, Any]) -> None:
-    if _identity(path) != record["identity"] and _content_digest(path) != record["sha256"]:
+    is_remote = isinstance(path, RemoteFile) or str(path).startswith(HUB)
+    if _identity(path) != record["identity"] and (is_remote or file_digest(path)[0] != record["sha256"]):
         raise UserError(f"{path} has changed since the unfinished selection read it; restore it, or name another --out")
 
 

@@ -33,20 +33,22 @@ def read_target(recipe: Recipe, console: Console) -> tuple[Records, list[Row]]:
     `data.holdout` holds rows out if the recipe names no training rows: the same ones as a run on these files without
     dev and test files. Raises UserError.
     """
-    spec, data = select_settings(recipe), recipe.data
-    if not spec.target.files:
+    spec, data = recipe.select, recipe.data
+    if spec is None or not spec.target.files:
         rows = read_splits(recipe)  # after holdout and limit, so no evaluation text is seen
-        require_texts(rows.train, "name select.target.files or set data.columns.text")
+        bad = next((row for row in rows.train if not isinstance(row.values.get("text"), str)), None)
+        if bad is not None:
+            raise UserError(f"{bad.where}: no text of the target; name select.target.files or set data.columns.text")
         return Records(rows.train, rows.skipped, rows.records), []
     # The limit applies after the holdout, as in a run.
     records = read_records(replace(spec.target, limit=None), spec, recipe.train.seed, "target")
     held_out: list[Row] = []
     if data.holdout and not data.train.all_files:
-        keys = RowKeys()
+        keys = RowKeys(recipe.task.input_format.columns())
         splits = [split for split in SPLITS[1:] if split in data.holdout_splits]
         for row in records.rows:
             keys.add(row, spec.columns)
-        cut = cut_documents(records.rows, data.holdout, splits) if recipe.task.traits.reads_documents else None
+        cut = cut_documents(records.rows, data.holdout, splits) if recipe.task.traits.splits_documents else None
         if cut is not None:
             held_out = [row for split in splits for row in cut[split]]
             records = replace(records, rows=cut["train"])
@@ -62,16 +64,9 @@ def read_target(recipe: Recipe, console: Console) -> tuple[Records, list[Row]]:
                 f"target: {len(held_out):,} of its {records.total:,} rows are set apart, to evaluate a run on them "
                 f"(data.holdout {data.holdout:g})"
             )
-    limited = limit_rows(records.rows, spec.target.limit, seed=derive_seed(recipe.train.seed, "limit", "target"))
+    draw = derive_seed(recipe.train.seed, "limit", "target")
+    limited = limit_rows(records.rows, spec.target.limit, seed=draw, setting="select.target.limit")
     return replace(records, rows=limited), held_out
-
-
-def require_texts(rows: Sequence[Row], cure: str) -> Sequence[Row]:
-    """Return `rows`. Raises UserError, ending with `cure`, for the first without a text."""
-    bad = next((row for row in rows if not isinstance(row.values.get("text"), str)), None)
-    if bad is not None:
-        raise UserError(f"{bad.where}: no text of the target; {cure}")
-    return rows
 
 
 def target_record(recipe: Recipe, skipped: Sequence[str]) -> dict[str, Any]:
@@ -89,12 +84,15 @@ def target_record(recipe: Recipe, skipped: Sequence[str]) -> dict[str, Any]:
 
 
 def check_target(recipe: Recipe, skipped: Sequence[str]) -> None:
-    """Raise UserError for a selection whose target has rows that the recipe's own `data.holdout` holds out.
+    """Raise UserError for the target of a warm-up that has rows of the recipe's dev or test files, or for one that has
+    those that its own `data.holdout` holds out.
 
     skipped: bad rows of the recipe's files. A selection made without such a record passes.
     """
     spec, data = recipe.select, recipe.data
-    if spec is None or not data.holdout or not data.train.all_files:
+    evaluated = {"dev": data.dev.files, "test": data.test.files} if recipe.warmup is not None else {}
+    sets_apart = bool(data.holdout and data.train.all_files)
+    if spec is None or not (sets_apart or any(evaluated.values())):
         return
     if spec.from_ is None:
         record = target_record(recipe, skipped) if spec.target.files else None
@@ -104,6 +102,12 @@ def check_target(recipe: Recipe, skipped: Sequence[str]) -> None:
         files = " ".join(data.train.all_files)
         cure = f"select again with --target {files} --data.holdout {data.holdout:g}, which sets the same rows apart"
     if not record:
+        return
+    for split, names in evaluated.items():
+        if set(_file_digests(names)) & set(record["files"]):
+            again = "select again with another --target" if spec.from_ else "name other texts in select.target.files"
+            raise UserError(f"data.{split}.files: the warm-up's target has these rows, which evaluate the run; {again}")
+    if not sets_apart:
         return
     own = _file_digests(data.train.all_files)
     if not set(own) & set(record["files"]):

@@ -15,8 +15,8 @@ from flatshift.experiments.statistics.peak import PeakTest, normalise_curves, se
 from flatshift.experiments.statistics.scale import MetricScale, choose_scale
 from flatshift.finetune.errors import UserError
 
-Lost = Literal["diverged", "failed", "stopped early", "ended early"]
-"""Fate of runs without values; `ended early`: some diverged, some stopped."""
+Lost = Literal["diverged", "failed", "stopped early", "ended early", "had no value"]
+"""Fate of runs without values; `ended early`: some diverged, some stopped; `had no value`: some finished."""
 _TABLES = ("test", "train_error", "train_loss", "gradient_norm", "sharpness")
 
 
@@ -187,8 +187,9 @@ class CurveShape:
             return f"{sentence} It is highest at the end."
         return (
             f"{sentence} From its highest point, {self.curve.at(self.points[top])}, it falls by no more than "
-            f"{self.curve.amount(back(means[top]) - back(means[top] - limits.max()))} (one-sided {1 - level:.0%} "
-            f"limit), less than its rise of {self.curve.amount(back(means[top]) - back(means[low]))}."
+            f"{self.curve.amount(back(means[top]) - back(means[top] - limits.max()))} (one-sided "
+            f"{percents(level)[1]}% limit), less than its rise of "
+            f"{self.curve.amount(back(means[top]) - back(means[low]))}."
         )
 
     def _clearest(self, t: np.ndarray, offset: int = 0) -> SignificantChange | None:
@@ -205,6 +206,12 @@ class CurveShape:
         start, end = self.points[left], self.points[right]
         levels = self.mean[start], self.mean[end]
         return SignificantChange(self.curve, start, end, levels, float(t), self.test.critical)
+
+
+def percents(level: float) -> tuple[str, str]:
+    """Format a test's level, with two digits, and what it leaves, in per cent: 0.0234 → (`2.3`, `97.7`)."""
+    rounded = float(f"{100 * level:.2g}")
+    return f"{rounded:g}", f"{100 - rounded:.10g}"
 
 
 def capitalise(sentence: str) -> str:

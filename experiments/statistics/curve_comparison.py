@@ -28,7 +28,7 @@ REMAINS = 0.2
 
 @dataclass(frozen=True)
 class CurveComparison:
-    """Result of `compare_curves`; intervals are two-sided, 95 %, over seeds."""
+    """Result of `compare_curves`; intervals are two-sided, over seeds, at 1 − its level."""
 
     mean: Interval
     """Mean over the axis of the difference, ours − base."""
@@ -115,7 +115,7 @@ class CurveComparison:
         if self.threshold is not None:
             verb = "moves the interpolation threshold" if self.moved else "is not shown to move the threshold"
             sentences.append(f"It {verb}: position × {_format_interval(self.threshold)}.")
-        elif not curve.training:
+        elif curve.train_error is not None and curve.values[0] > 0 and not curve.training:
             sentences.append("The threshold cannot be compared: not every seed crosses it on the axis.")
         return sentences
 
@@ -132,11 +132,10 @@ class CurveComparison:
         return f"It is {' and '.join(parts)} (all intervals at once)."
 
 
-def compare_curves(ours: Curve, base: Curve, *, confidence: float = 0.95) -> CurveComparison:
-    """Compare `ours` with `base`: held-out metrics at the same positions, row s the same seed in both.
-
-    Seeds with a value that is not finite anywhere in either curve are left out. Raises UserError for other positions,
-    another number of seeds, or fewer than three complete seeds.
+def compare_curves(ours: Curve, base: Curve, *, level: float = 0.05) -> CurveComparison:
+    """Compare `ours` with `base`, each test at `level`: held-out metrics at the same positions, row s the same seed in
+    both. Seeds with a value that is not finite anywhere in either curve are left out. Raises UserError for other
+    positions, another number of seeds, or fewer than three complete seeds.
     """
     if list(ours.values) != list(base.values) or ours.test.shape != base.test.shape:
         raise UserError(
@@ -148,11 +147,11 @@ def compare_curves(ours: Curve, base: Curve, *, confidence: float = 0.95) -> Cur
         raise UserError(f"{len(complete)} seeds are whole in both curves; a comparison needs {FEWEST_SEEDS}")
     our_values, base_values = ours.test[complete], base.test[complete]
     difference = our_values - base_values
-    each = 1 - (1 - confidence) / difference.shape[1]
+    confidence, each = 1 - level, 1 - level / difference.shape[1]
     means = difference.mean(1).tolist()
     scale = choose_scale(base.metric, np.concatenate([our_values, base_values]), base.items)
     means_of_both = (our_values + base_values) / 2
-    both, ours_alone, base_alone = (_try_peak_test(v, scale) for v in (means_of_both, our_values, base_values))
+    both, ours_alone, base_alone = (_try_peak_test(v, scale, level) for v in (means_of_both, our_values, base_values))
     triple = both.triple if both is not None else None
     heights = [] if triple is None else [peak_heights(curve, triple) for curve in (our_values, base_values)]
     gap = (heights[0] - heights[1]).tolist() if heights else None
@@ -166,7 +165,7 @@ def compare_curves(ours: Curve, base: Curve, *, confidence: float = 0.95) -> Cur
         peak_p=None if gap is None else paired_p(gap),
         our_height=None if triple is None else _above_flanks(our_values, triple, confidence),
         base_height=None if triple is None else _above_flanks(base_values, triple, confidence),
-        locations=_peak_locations(scale.to(our_values), scale.to(base_values), ours_alone, base_alone, 1 - confidence),
+        locations=_peak_locations(scale.to(our_values), scale.to(base_values), ours_alone, base_alone, level),
         threshold=_threshold_ratio(ours, base, complete, confidence),
         seeds=len(complete),
     )
@@ -195,10 +194,10 @@ def _peak_locations(
     return (before, now) if set(before) & set(base.location) and set(now) & set(ours.location) else None
 
 
-def _try_peak_test(curves: np.ndarray, scale: MetricScale) -> PeakTest | None:
+def _try_peak_test(curves: np.ndarray, scale: MetricScale, level: float) -> PeakTest | None:
     """Return the peak test; None with too few seeds or points, or too many points."""
     try:
-        return peak_test(curves, scale=scale)
+        return peak_test(curves, level=level, scale=scale)
     except UserError:
         return None
 

@@ -54,14 +54,22 @@ class EMC:
     points: tuple[tuple[float, float], ...]
 
     def __str__(self) -> str:
-        first, last = self.points[0][0], self.points[-1][0]
-        if self.side == "before":
-            return f"below {first:g} rows"
-        if self.side == "beyond" or self.value is None:
-            return f"at least {last:g} rows"
-        low = f"below {first:g}" if self.low is None else f"{self.low:.3g}"
-        high = f"above {last:g}" if self.high is None else f"{self.high:.3g}"
-        return f"{self.value:.3g} rows ({low} to {high})"
+        tried = self.points[0][0], self.points[-1][0]
+        return format_complexity(self.value, self.low, self.high, self.side, tried, unit=" rows")
+
+
+def format_complexity(
+    value: float | None, low: float | None, high: float | None, side: str, tried: tuple[float, float], unit: str = ""
+) -> str:
+    """Format as `464 (411 to 518)`; open sides end at the fewest and the most rows that were tried."""
+    smallest, largest = (f"{round(n):,}" for n in tried)
+    if side == "before":
+        return f"below {smallest}{unit}"
+    if value is None:
+        return f"at least {largest}{unit}"
+    start = f"below {smallest}" if low is None else f"{round(low):,}"
+    end = f"above {largest}" if high is None else f"{round(high):,}"
+    return f"{round(value):,}{unit} ({start} to {end})"
 
 
 def find_crossing(

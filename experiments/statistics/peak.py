@@ -120,10 +120,6 @@ class PeakTest:
     """Rows (seeds) left out for values that are not finite."""
     level: float
 
-    def no_peak_above(self, delta: float) -> bool:
-        """Return True if the data exclude every peak higher than `delta`, in curve units, at the test's level."""
-        return self.ceiling <= delta
-
 
 def peak_test(
     curves: np.ndarray, *, level: float = 0.05, draws: int = 20_000, seed: int = 0, scale: MetricScale | None = None

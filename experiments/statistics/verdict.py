@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from flatshift.experiments.statistics.curve import Curve, CurveShape, capitalise
+from flatshift.experiments.statistics.curve import Curve, CurveShape, capitalise, percents
 from flatshift.experiments.statistics.emc import Crossing, find_crossing
 from flatshift.experiments.statistics.instability import Instability, find_instability
 from flatshift.experiments.statistics.intervals import t_interval
@@ -205,11 +205,11 @@ class _CurveFindings:
         if fall is None or self.shape.largest_rise() is not None:
             return False, []
         allowed = TOLERANCE * fall.size if delta is None else delta
-        monotone = self.peak.no_peak_above(allowed)
+        monotone = self.peak.ceiling <= allowed
         ceiling, limit = self.curve.amount(self.peak.ceiling), self.curve.amount(allowed)
         sentence = (
-            f"No peak that matters: any above {ceiling} is excluded (one-sided {1 - self.level:.0%} limit), and only "
-            f"{limit} or more would matter."
+            f"No peak that matters: any above {ceiling} is excluded (one-sided {percents(self.level)[1]}% "
+            f"limit), and only {limit} or more would matter."
             if monotone
             else f"A peak of up to {ceiling} is not excluded; called monotone below {limit}."
         )
@@ -294,7 +294,7 @@ class _CurveFindings:
         curve, peak, detectable = self.curve, self.peak, self.peak.detectable
         reason = _no_peak_reason(curve, self.crossing) or self._open_end_sentence()
         return [
-            f"No peak of {curve.metric} at the {peak.level:.0%} level (T = {peak.statistic:.3g}, critical "
+            f"No peak of {curve.metric} at the {percents(peak.level)[0]}% level (T = {peak.statistic:.3g}, critical "
             f"{peak.critical:.3g}, p = {peak.p_value:.2g}). {peak.seeds} seeds and {len(peak.points)} points find a "
             f"peak of {curve.amount(detectable.height)} ({detectable.sd:.2g} standard deviations of one run) at "
             f"{curve.at(detectable.point)}, where runs scatter most, in 80 % of cases; of "

@@ -84,7 +84,6 @@ _COMPARISON = _RUN | {
     "train.steps": 10,
     "train.eval_every": 0,
     "train.max_length": 48,
-    "train.max_cut": 1,
     "warmup.steps": 6,
     "select.pool.limit": 2000,
     "select.budget": 200,
@@ -159,8 +158,7 @@ def _run_demo(out: Path, draw: Draw) -> Path:
         f"{_COMPARISON['train.max_length']} tokens: the intervals are wide"
     )
     _write_task(out / "scicite.jsonl")
-    overrides = _as_overrides(_COMPARISON)
-    compare("warmup", out / "comparison", data=out, overrides=overrides, jobs=jobs)
+    compare("warmup", out / "comparison", data=out, overrides=_as_overrides(_COMPARISON), jobs=jobs)
     console.say("3/3  Sweep: train and test error over the adapter's rank, with wrong labels")
     console.say(
         f"     small: three ranks, two seeds, {_SWEEP['data.train.limit']} rows, {_SWEEP['train.steps']} steps: "

@@ -30,7 +30,7 @@ from flatshift.finetune.atomic import has_only_leftovers, make_directory, remove
 from flatshift.finetune.data.files import expand_files
 from flatshift.finetune.data.formats import HUB, SAMPLE
 from flatshift.finetune.digests import DONE
-from flatshift.finetune.errors import Interrupted, UserError, is_remote
+from flatshift.finetune.errors import Interrupted, UserError, is_remote, user_path
 from flatshift.finetune.lock import INSIDE, exclusive_lock
 from flatshift.finetune.run_directory import COMMAND, ENVIRONMENT, write_provenance
 
@@ -81,14 +81,16 @@ def locate_file(name: str, data: Path | None, key: str) -> str:
     the recipe, for the error message. Raises UserError if there is no such file."""
     remote = name.startswith(HUB) or is_remote(name)
     path = name
-    if not (remote or name.startswith(SAMPLE) or Path(name).is_absolute()):
-        path = str(((data or Path()) / name).absolute())
+    if not (remote or name.startswith(SAMPLE)):
+        path = str(((data or Path()) / user_path(name)).absolute())
     try:
-        (file,) = expand_files([path])
+        files = expand_files([path])
     except UserError as error:
         hint = "; name the directory of the study's files with --data" if data is None else ""
         raise UserError(f"{key}: {error}{hint}") from None
-    return path if remote else str(file)
+    if len(files) != 1:
+        raise UserError(f"{key}: {name} is {len(files)} files, and a task has one; name one, or join them")
+    return path if remote else str(files[0])
 
 
 def filter_by_flag(flag: str, names: Sequence[Any], known: Iterable[Any]) -> list[Any]:
@@ -158,13 +160,7 @@ class CellBatches:
     """Cells of one study, run batch by batch by `executor`. run: how a cell is run."""
 
     def __init__(
-        self,
-        out: Path,
-        executor: Executor,
-        *,
-        console: Console,
-        label: str,
-        run: RunCell = run_logged,
+        self, out: Path, executor: Executor, *, console: Console, label: str, run: RunCell = run_logged
     ) -> None:
         self.out, self.executor, self.console, self.label = out, executor, console, label
         self._run = run
@@ -172,13 +168,13 @@ class CellBatches:
 
     def result(self, cell: Cell) -> dict[str, Any]:
         """Return the result of a cell that has run."""
-        result = self._read(cell)
+        result = read_result(self.out / "cells" / cell.key)
         assert result is not None, f"cell {cell.key} has no result"
         return result
 
     def done(self, cell: Cell) -> bool:
         """Return True if a cell need not run."""
-        result = self._read(cell)
+        result = read_result(self.out / "cells" / cell.key)
         # A failed cell is tried again once per command.
         return result is not None and (result["status"] != "failed" or cell.key in self._tried)
 
@@ -193,9 +189,6 @@ class CellBatches:
             self.out, list(unique.values()), self.executor, self.console, label=f"{self.label}, {title}",
             rerun={cell.key for cell in todo}, run=self._run,
         )  # fmt: skip
-
-    def _read(self, cell: Cell) -> dict[str, Any] | None:
-        return read_result(self.out / "cells" / cell.key)
 
 
 def forecast_rows_by(
@@ -222,10 +215,9 @@ def forecast_rows_by(
 def run_draw(axes: ForecastAxes, out: Path, cell: Cell, threads: int | None) -> bool:
     """Compute one draw in its directory of `out` and write its result.json last."""
     directory = out / "cells" / cell.key
-    recipe = cell.resolved.recipe
-    recipe = dataclasses.replace(
-        recipe, train=dataclasses.replace(recipe.train, threads=recipe.train.threads or threads)
-    )
+    train = cell.resolved.recipe.train
+    train = dataclasses.replace(train, threads=train.threads or threads)
+    recipe = dataclasses.replace(cell.resolved.recipe, train=train)
 
     def measure() -> CellResult:
         from flatshift.experiments.workflows.error_forecast import draw_rows

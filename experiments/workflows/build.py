@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -134,7 +135,7 @@ def evaluate_splits(
             result[split], table = known
             console.say(f"{split}: evaluated before")
         else:
-            columns: dict[str, Any] = {"row": format_example_places(examples), "text": None}
+            columns: dict[str, Any] = {"row": format_places([one.where for one in examples]), "text": None}
             result[split] = evaluate_split(
                 recipe, engine, tokenizer, examples, task=recipe.task, split=split, label_names=prepared.label_names,
                 watch=watch, columns=columns,
@@ -163,9 +164,9 @@ def evaluate_base_model(
     Returns the content of cold.json; empty without such rows.
     """
     split, examples = ("test", prepared.test) if prepared.test else ("dev", prepared.dev)
+    columns: dict[str, Any] = {"row": format_places([one.where for one in examples])[: recipe.eval.cold]}
     if not (examples := examples[: recipe.eval.cold]):
         return {}
-    columns: dict[str, Any] = {"row": format_example_places(examples)}
     metrics = evaluate_split(
         recipe, engine, tokenizer, examples, task=recipe.task, split=split, label_names=prepared.label_names,
         watch=watch, columns=columns,
@@ -221,10 +222,15 @@ MAX_TEXTS, _MAX_CHARACTERS = 2000, 600
 """Rows of a split whose text is stored with their predictions, and characters of each text."""
 
 
-def format_example_places(examples: Sequence[Example]) -> list[str]:
-    """Return the place of each example as file name and line, without the directory: the same for a copy of the
-    file."""
-    return [example.where.rpartition("/")[2] for example in examples]
+def format_places(places: Sequence[str]) -> list[str]:
+    """Return each place, `path:line`, as file name and line, the same for a copy of the file; files of one name keep as
+    many of their directories as tell them apart."""
+    files = [place.rpartition(":")[0] for place in places]
+    names, depth = {file: file.rpartition("/")[2] for file in files}, 1
+    while len(names) > len(set(names.values())):
+        counts, depth = Counter(names.values()), depth + 1
+        names = {file: "/".join(file.split("/")[-depth:]) if counts[name] > 1 else name for file, name in names.items()}
+    return [names[file] + place[len(file) :] for file, place in zip(files, places, strict=True)]
 
 
 def describe_examples(
@@ -273,7 +279,8 @@ def write_tables(path: Path, tables: Sequence[Any]) -> None:
     import pyarrow.parquet as pq
 
     with atomic_file(path) as temporary:
-        pq.write_table(pa.concat_tables(tables, promote_options="default"), temporary)
+        # pyarrow takes a leading `~` of a relative path for the home directory
+        pq.write_table(pa.concat_tables(tables, promote_options="default"), temporary.absolute())
 
 
 def format_number(value: float | None) -> str:

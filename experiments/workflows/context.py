@@ -29,7 +29,6 @@ from flatshift.finetune.config import Optimizer, Train
 from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.panel import format_first_batch
 from flatshift.finetune.digests import DONE
-from flatshift.finetune.errors import UserError
 from flatshift.finetune.figures import compare_plan, format_duration, format_throughput
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.parallel.engine import Engine
@@ -106,10 +105,7 @@ def run_context(
 
     world: None for a single process.
     """
-    if world is None:
-        if recipe.mesh.size > 1 or recipe.mesh.auto:
-            raise UserError("mesh: a cell of a sweep or study trains on one device; leave every axis at 1 and auto off")
-        world = ProcessMesh.alone(resolve_device(recipe.train.device))
+    world = world or ProcessMesh.alone(resolve_device(recipe.train.device))
     run = dataclasses.replace(run, writes=world.is_main)
     with cpu_threads(recipe.train.threads), catch_stop_signals(console.say) as stop:
         trackers = open_trackers(recipe.tracker, run, config=dataclasses.asdict(recipe), log=console.say)
@@ -230,33 +226,26 @@ def _build_training_stage(context: RunContext, plan: StagePlan, engine: Engine, 
     recipe, prepared, task, train = context.recipe, plan.prepared, plan.task, plan.train
     log, is_last = context.console.say, plan.name == FINE_TUNE
     seed = derive_seed(train.seed, plan.name)
+    multiple = train.max_length if train.compile else engine.multiple  # one shape, so that one graph is compiled
     batches = TrainingDataLoader(
-        prepared.train,
-        task=task,
-        batch_size=train.batch_size,
-        accumulate=train.accumulate,
-        seed=seed,
-        max_length=train.max_length,
-        pad_id=tokenizer.pad_token_id,
-        share=engine.share,
-        multiple=train.max_length if train.compile else engine.multiple,  # one shape, so that one graph is compiled
-        mixture=prepared.mixture,
-        group=train.group,
-        masking=task.masking(tokenizer),
-    )
+        prepared.train, task=task, batch_size=train.batch_size, accumulate=train.accumulate, seed=seed,
+        max_length=train.max_length, pad_id=tokenizer.pad_token_id, share=engine.share, multiple=multiple,
+        mixture=prepared.mixture, group=train.group, masking=task.masking(tokenizer),
+    )  # fmt: skip
     check_length(engine, batches)
     epochs = count_source_epochs(batches, prepared.mixture, train.steps)
     for line in format_source_epochs(epochs, train.steps, approximate=batches.packed):
         log(line)
     total = sum(source["drawn"] for source in epochs) / sum(source["examples"] for source in epochs)
+    setting = "train.steps" if is_last else "warmup.steps"
     if total > _MANY_EPOCHS and not context.cell and recipe.sweep is None:
-        setting = "train.steps" if is_last else "warmup.steps"
         steps = math.ceil(3 * train.steps / total)
         log(f"warning: {total:.0f} epochs mostly memorise the rows; 3 epochs are --{setting} {steps:,}")
     if batches.packed and train.steps < _FEW_STEPS:
+        pack = "task.pack: false" if is_last else f"warmup.task: {{kind: {task.kind}, pack: false}}"
         log(
             f"note: a packed row holds several of yours, so this is {train.steps} optimizer step"
-            f"{'s' * (train.steps != 1)}; for more raise train.epochs or train.steps, or set task.pack: false"
+            f"{'s' * (train.steps != 1)}; for more raise {'train.epochs or ' * is_last}{setting}, or set {pack}"
         )
     context.console.detail(format_padding(batches, train))
     for line in skipped_rows_summary(prepared, train.max_length):
@@ -265,14 +254,11 @@ def _build_training_stage(context: RunContext, plan: StagePlan, engine: Engine, 
         log(f"label noise: {len(prepared.flipped):,} of {len(prepared.train):,} training labels replaced")
     planned = _report_plan(context, plan, engine, batches)
     if is_last and not context.cell:
+        classes, seconds = len(prepared.label_names or ()), None if planned is None else planned.seconds
         evaluation = format_evaluation_plan(
-            recipe,
-            {"train": prepared.train, "dev": prepared.dev, "test": prepared.test},
-            classes=len(prepared.label_names or ()),
-            device=engine.device.type,
-            share=engine.share[1],
-            seconds=None if planned is None else planned.seconds,
-        )
+            recipe, {"train": prepared.train, "dev": prepared.dev, "test": prepared.test}, classes=classes,
+            device=engine.device.type, share=engine.share[1], seconds=seconds,
+        )  # fmt: skip
         if evaluation is not None:
             log(evaluation)
     _report_capacity(context, plan, engine, batches)
@@ -308,9 +294,9 @@ def _report_plan(
     if engine.world.size > 1:
         memory_lines = mesh_plan_lines(engine, mesh=recipe.mesh, train=longest, optimizer=plan.optimizer)
     else:
-        kind, regularizer = plan.optimizer.kind, recipe.regularizer
-        memory = memory_plan(engine.model, train=longest, kind=kind, task=task, regularizer=regularizer)
-        memory_lines = plan_lines(engine.model, train=longest, optimizer=plan.optimizer, plan=memory)
+        optimizer, regularizer = plan.optimizer, recipe.regularizer
+        memory = memory_plan(engine.model, train=longest, optimizer=optimizer, task=task, regularizer=regularizer)
+        memory_lines = plan_lines(engine.model, train=longest, optimizer=optimizer, plan=memory)
         if not context.cell:  # of a cell nobody reads it
             planned = PlannedStep(memory, _predict_step_seconds(recipe, task, train, engine, batches))
         if planned is not None and planned.seconds is not None:
@@ -332,15 +318,11 @@ def _report_capacity(context: RunContext, plan: StagePlan, engine: Engine, batch
     """
     names, mesh = plan.prepared.label_names, context.recipe.mesh
     bits = bits_per_label(plan.task, None if names is None else len(names))
-    if bits is None or mesh.tp * mesh.pp > 1:
+    if bits is None or mesh.tp * mesh.pp * mesh.ep > 1:
         return
-    capacity = Capacity.of(
-        engine.parameters,
-        rank=context.recipe.adapter.rank,
-        labels=batches.labels(plan.train.steps),
-        each=bits,
-        counted=plan.task.loss_denominator,
-    )
+    moving = {name: p for name, p in engine.parameters.items() if not plan.optimizer.is_fixed(name)}
+    rank, labels, counted = context.recipe.adapter.rank, batches.labels(plan.train.steps), plan.task.loss_denominator
+    capacity = Capacity.of(moving, rank=rank, labels=labels, each=bits, counted=counted)
     context.console.outline([capacity.line()] if capacity.ratio < 1 else [], [capacity.line()])
 
 

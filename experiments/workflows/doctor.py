@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatshift.finetune.compute.memory import available_memory, machine_memory
-from flatshift.finetune.machine import count_cores, cpu_info
+from flatshift.finetune.machine import count_cores, cpu_info, installed_version
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -146,10 +146,7 @@ def check_versions(problems: Findings, notes: Findings) -> tuple[dict[str, Any],
 
 
 def _version_row(requirement: Requirement) -> dict[str, Any]:
-    try:
-        installed: str | None = importlib.metadata.version(requirement.name)
-    except importlib.metadata.PackageNotFoundError:
-        installed = None
+    installed = installed_version(requirement.name)
     # Users of torch's development builds want them, so prereleases count by their number.
     ok = installed is not None and requirement.specifier.contains(installed, prereleases=True)
     return {"installed": installed, "wanted": str(requirement.specifier), "ok": ok}
@@ -308,8 +305,7 @@ def format_result(result: Mapping[str, Any]) -> str:
         f"installed  {result['installation']}",
         f"shipped    {', '.join(result['shipped']['backbones'])}; {len(result['shipped']['samples'])} samples",
     ]
-    cache = result["cache"]
-    if cache is not None:
+    if (cache := result["cache"]) is not None:
         size = f"{_format_gib(cache['bytes'])} of at most {_format_gib(cache['limit'])}"
         lines.append(f"tokens     {cache['entries']} inputs kept, {size}, in {cache['path']}")
     lines.append("")
@@ -331,11 +327,9 @@ def format_result(result: Mapping[str, Any]) -> str:
         names = [f"cpu ({devices['threads']} threads)", *gpus, *(["mps"] if devices["mps"] else [])]
         lines.append(f"devices: {', '.join(names)}; torch {devices['torch']}")
         lines.append(f"process groups: {', '.join(devices['distributed']) or 'none'}")
-        chosen = devices["precision"]
-        if chosen is not None:
+        if (chosen := devices["precision"]) is not None:
             lines.append(f"train.precision: auto takes {chosen['auto']}: {chosen['why']}")
-        kinds = devices["quantization"]
-        if kinds is not None:
+        if (kinds := devices["quantization"]) is not None:
             served = [f"{kind} on {' and '.join(places)}" for kind, places in kinds.items() if places]
             lines.append(
                 f"quantised backbones: {', '.join(served) or 'none'}; mesh.dp and mesh.cp shard nf4 and nf4-double"
@@ -343,8 +337,6 @@ def format_result(result: Mapping[str, Any]) -> str:
     lines.append("")
     for title, group in (("problem", result["problems"]), ("note", result["notes"])):
         for entry in group:
-            lines.append(f"{title}: {entry['what']}")
-            if entry["fix"]:
-                lines.append(f"         fix: {entry['fix']}")
+            lines += [f"{title}: {entry['what']}", *([f"         fix: {entry['fix']}"] if entry["fix"] else [])]
     lines.append("all well" if result["ok"] else f"{len(result['problems'])} problem(s)")
     return "\n".join(lines)

@@ -32,16 +32,14 @@ from flatshift.experiments.run.console import Console, Draw
 from flatshift.experiments.statistics.emc import find_crossing
 from flatshift.experiments.statistics.kernel import KernelFit, extrapolate, fastest_setting, kernel_fits
 from flatshift.experiments.workflows.build import load_model
-from flatshift.experiments.workflows.run_parts import has_custom_init
+from flatshift.experiments.workflows.run_parts import has_custom_init, lock_new_output
 from flatshift.finetune.atomic import atomic_directory, write_json, write_text
 from flatshift.finetune.compute.jacobian import jacobian
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.parallel.engine import Engine
-from flatshift.finetune.run_directory import RECIPE, check_replaceable
+from flatshift.finetune.run_directory import RECIPE
 from flatshift.finetune.seeds import derive_seed, numpy_generator
-from flatshift.finetune.train.optimizer import is_fixed
 
 _MIN_ROWS = 10
 _MAX_KERNEL = 500
@@ -137,7 +135,7 @@ def compute_features(
     trained = {
         name: p
         for name, p in engine.parameters.items()
-        if not is_fixed(name, recipe.optimizer) and ".lora_A." not in name  # B = 0: A has no gradient
+        if not recipe.optimizer.is_fixed(name) and ".lora_A." not in name  # B = 0: A has no gradient
     }
     if not trained:
         raise UserError("forecast: nothing that trains has a gradient at the start; leave optimizer.fixed out")
@@ -229,16 +227,13 @@ def _forecast_draw(
                 end += own.shape[1]
                 for decay, fit in zip(_DECAYS, fits, strict=False):
                     fitted = fit.columns(slice(end - own.shape[1], end))
-                    labels = noisy[noise][chosen]
                     row = {
-                        "adapter.rank": rank,
-                        "data.train.limit": n,
-                        "data.label_noise": noise,
-                        "optimizer.weight_decay": own_decay or decay,
-                        "seed": recipe.train.seed,
-                        "speed": unit,
-                    }
-                    rows.append(row | _fit_metrics(recipe, fitted, labels, start, test_labels, test_offset))
+                        "adapter.rank": rank, "data.train.limit": n, "data.label_noise": noise,
+                        "optimizer.weight_decay": own_decay or decay, "seed": recipe.train.seed, "speed": unit,
+                    }  # fmt: skip
+                    rows.append(
+                        row | _fit_metrics(recipe, fitted, noisy[noise][chosen], start, test_labels, test_offset)
+                    )
     return rows
 
 
@@ -325,11 +320,10 @@ def forecast_into(
     """
     check_linear(resolved.recipe)
     check_recipe(resolved.recipe)
-    check_replaceable(out)
     console = Console(quiet=quiet)
     train = dataclasses.replace(resolved.recipe.train, precision="fp32")  # least squares needs all digits
     resolved = dataclasses.replace(resolved, recipe=dataclasses.replace(resolved.recipe, train=train))
-    with exclusive_lock(out), atomic_directory(out) as temporary:
+    with lock_new_output(out), atomic_directory(out) as temporary:
         for line in describe_held_out_rows(resolved):
             console.say(line)
         started = time.process_time()
@@ -349,6 +343,7 @@ def summarise_forecast(recipe: Recipe, axes: ForecastAxes, rows: Sequence[dict[s
     threshold."""
     metric = "loss" if recipe.task.traits.has_targets else "error"
     decays = sorted({row["optimizer.weight_decay"] for row in rows})
+    own = decays[0] if len(decays) == 1 else None  # the recipe's weight decay, not in units of the kernel
     noise = min(axes.noises, key=lambda value: abs(value - recipe.data.label_noise))
     rank = min(axes.ranks, key=lambda value: abs(value - recipe.adapter.rank))
 
@@ -387,8 +382,9 @@ def summarise_forecast(recipe: Recipe, axes: ForecastAxes, rows: Sequence[dict[s
         "draws": axes.draws,
         "rank": rank,
         "noise": noise,
+        "own_decay": own,
         "best_decay": best,
-        "end": float(by_decay(decays[0])[:, -1].mean()),
+        "end": None if own else float(by_decay(decays[0])[:, -1].mean()),
         "best": float(by_decay(best)[:, -1].mean()),
         "left_out": float(by_decay(best, column=f"left_out_{metric}")[:, -1].mean()),
         "effective": float(by_decay(best, column="effective")[:, -1].mean()),

@@ -20,13 +20,7 @@ import numpy as np
 
 from flatshift.experiments.data.encode import encode_rows
 from flatshift.experiments.data.sources import SourceFiles
-from flatshift.experiments.data.splits import (
-    KnownRows,
-    prepare_data,
-    prepare_eval_data,
-    read_label_record,
-    read_splits,
-)
+from flatshift.experiments.data.splits import KnownRows, prepare_data, prepare_eval_data, read_label_record, read_splits
 from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch
@@ -38,6 +32,7 @@ from flatshift.experiments.workflows.build import (
     evaluate_split,
     evaluate_splits,
     format_metrics,
+    format_places,
     load_model,
     shorten_text,
     skipped_rows_summary,
@@ -61,7 +56,6 @@ from flatshift.finetune.compute.numerics import cpu_threads, evaluation_mode
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.example import document_place
 from flatshift.finetune.data.rows import Row, read_rows
-from flatshift.finetune.digests import adapter_digest
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.bootstrap import ResampledMetric, group_interval
 from flatshift.finetune.evaluate.text import missing_dictionary_note, score_texts
@@ -183,7 +177,7 @@ class _SideBySide:
             if self.few_shot is None:
                 rows = list(source.rows(recipe.data, recipe.task, skipped))
             else:
-                required, bad_rows = self.few_shot.prompt.columns(), recipe.data.bad_rows
+                required, bad_rows = self.few_shot.prompt.columns(self.few_shot.spoken), recipe.data.bad_rows
                 rows = list(read_rows(data, columns=columns, required=required, bad_rows=bad_rows, skipped=skipped))
             splits = {"data": rows}
             if not rows:
@@ -222,9 +216,8 @@ class _SideBySide:
             figures: dict[str, ResampledMetric] = {}
             columns: dict[str, Any] = {"text": None}
             places = [row.where for row in rows]
-            seed = derive_seed(recipe.train.seed, "bootstrap", split)
             draw: dict[str, Any] = {"resamples": recipe.eval.bootstrap, "confidence": recipe.eval.confidence}
-            draw["seed"] = seed
+            draw["seed"] = derive_seed(recipe.train.seed, "bootstrap", split)
             intervals: dict[str, Any] | None = None
             if self.few_shot is not None:
                 ranked = self._rank(subject, engine.model, tokenizer, rows, inference)
@@ -233,11 +226,9 @@ class _SideBySide:
                 columns |= {"predicted": ranked.predictions[0], "accuracy": ranked.right.mean(axis=0)}
                 notes = ranked.notes
             elif self.sampling is not None:
-                weights = open_backbone(recipe.backbone).fingerprint
                 samples = write_samples(
                     f"{subject.name} {split}", engine.model, tokenizer, rows, task, self.sampling, self.saved,
-                    inference, digest=(adapter_digest(subject.run) if subject.run else "") + weights,
-                    console=self.console,
+                    inference, digest=subject.digest, console=self.console,
                 )  # fmt: skip
                 figures |= compute_sample_metrics(rows, samples, self.sampling)
                 results.generations += build_generation_records(subject.name, rows, samples)
@@ -273,7 +264,7 @@ class _SideBySide:
             is_split = task.traits.splits_documents  # then figures are of documents, and places of their pieces
             results.rows[subject.name, split] = list(dict.fromkeys(map(document_place, places))) if is_split else places
             if columns:
-                named = {"subject": [subject.name] * len(places), "row": [place.rpartition("/")[2] for place in places]}
+                named = {"subject": [subject.name] * len(places), "row": format_places(places)}
                 texts = [shorten_text(str(row.values.get("text", ""))) for row in rows[:MAX_TEXTS]]
                 columns["text"] = columns["text"] or [*texts, *[None] * (len(rows) - len(texts))]
                 results.predictions.append((split, {**named, **columns}))
@@ -312,7 +303,7 @@ class _SideBySide:
                 f"{recipe.task.kind} trains none; leave it out"
             )
         source = read_shots(self.few_shot, dataclasses.replace(recipe.data.columns, id="\0"))
-        width = _window_size(model, recipe, self.window)
+        width = _room(model) if self.window is None else _window_size(model, recipe, self.window)
         with evaluation_mode(model):
             return rank_rows(model, tokenizer, rows, source, self.few_shot, inference, window=width)
 
@@ -322,13 +313,18 @@ def _list_contents(splits: Mapping[str, Sequence[Row]]) -> dict[str, list[dict[s
     return {split: [row.record or row.values for row in rows] for split, rows in splits.items()}
 
 
+def _room(model: Any) -> int | None:
+    """Return the positions that a text can have; None if they are not limited."""
+    positions = usable_positions(model.config)
+    return None if positions is None else positions - getattr(model, "soft_tokens", 0)
+
+
 def _window_size(model: Any, recipe: Recipe, window: int | None) -> int:
     """Return the tokens of a window. Raises UserError for more than the backbone has positions."""
-    positions = usable_positions(model.config) or _MAX_WINDOW
-    room = positions - getattr(model, "soft_tokens", 0)
-    if window is not None and not 2 <= window <= room:
+    room = _room(model)
+    if window is not None and room is not None and not 2 <= window <= room:
         raise UserError(f"--window: {window} is not from 2 to {room}, the positions of {recipe.backbone}")
-    return min(room, _MAX_WINDOW) if window is None else window
+    return min(room or _MAX_WINDOW, _MAX_WINDOW) if window is None else window
 
 
 def evaluate_run(

@@ -22,6 +22,7 @@ from flatshift.finetune.seeds import derive_seed
 
 _FEW_ROWS = 10
 """Rows below which a group's metrics are called rough."""
+_LOST = {"shots_dropped": "examples left out for length", "shots_missing": "examples missing", "rows_cut": "rows cut"}
 
 
 @dataclass
@@ -90,7 +91,8 @@ def build_document(
             for members in chosen
         ]
         base_figures = None if base is None else results.align(name, base, split)
-        incomparable = {"fertility", *(("loss", "perplexity") if base and losses[name] != losses[base] else ())}
+        by_token = ("loss", "perplexity", "pseudo_perplexity") if base and losses[name] != losses[base] else ()
+        incomparable = {"fertility", *by_token}
         config = subjects[0].recipe.eval
         seed = derive_seed(subjects[0].recipe.train.seed, "bootstrap", split)
         averages = {}
@@ -128,12 +130,13 @@ def build_document(
             "or word."
         )
     if group_by:
-        counts = {group: sum(column.count(group) for column in values.values()) for group in groups}
-        document["notes"] += _note_small_groups(counts)
+        counts = {split: {group: column.count(group) for group in groups} for split, column in values.items()}
+        document["notes"] += [note for split, own in counts.items() for note in _note_small_groups(own, split)]
         names, families = _describe_languages(groups)
         document["group_by"] = {
             "column": group_by,
-            "rows": counts,
+            "rows": {group: sum(own[group] for own in counts.values()) for group in groups},
+            "rows_by_split": counts,
             "names": names,
             "families": families,
             "trained": list(trained),
@@ -188,11 +191,9 @@ def _build_few_shot_record(
     subjects: dict[str, dict[str, Any]] = {}
     for (name, split), ranked in results.ranked.items():
         subjects.setdefault(name, {})[split] = {
-            "by_seed": ranked.by_seed,
-            "by_score": ranked.others,
-            "shots_dropped": ranked.dropped,
-            "rows_cut": ranked.cut,
-        }
+            "by_seed": ranked.by_seed, "by_score": ranked.others, "shots_dropped": ranked.dropped,
+            "shots_missing": ranked.missing, "rows_cut": ranked.cut,
+        }  # fmt: skip
     return {
         "prompt": few_shot.name,
         "text": few_shot.prompt.text,
@@ -223,24 +224,21 @@ def _group_sets(
     return sets | {f"family: {name}": members for name, members in families.items() if name}
 
 
-def _note_small_groups(counts: Mapping[str, int]) -> list[str]:
+def _note_small_groups(counts: Mapping[str, int], split: str) -> list[str]:
     if not (small := [group for group, count in counts.items() if count < _FEW_ROWS]):
         return []
     return [
-        f"{len(small)} of {len(counts)} groups have fewer than {_FEW_ROWS} rows (first {small[0]!r}): their figures "
-        "are rough, and of one row there is no interval."
+        f"{len(small)} of {len(counts)} groups have fewer than {_FEW_ROWS} rows of {split} (first {small[0]!r}): their "
+        "figures are rough, and of one row there is no interval."
     ]
 
 
 def _build_subject_record(subject: EvaluationTarget, reference: str | None) -> dict[str, Any]:
+    recipe, kind = subject.recipe, "backbone" if subject.run is None else "run"
     return {
-        "name": subject.name,
-        "kind": "backbone" if subject.run is None else "run",
-        "backbone": subject.recipe.backbone,
-        "task": subject.recipe.task.kind,
-        "precision": subject.recipe.train.precision,
-        "compared_with": reference,
-    }
+        "name": subject.name, "kind": kind, "backbone": recipe.backbone, "task": recipe.task.kind,
+        "precision": recipe.train.precision, "compared_with": reference,
+    }  # fmt: skip
 
 
 def _find_references(subjects: Sequence[EvaluationTarget]) -> dict[str, str]:
@@ -264,8 +262,7 @@ def flatten_document(document: Mapping[str, Any]) -> dict[str, Any]:
     trees = {**document["figures"], **document["differences"]}
     for name, splits in trees.items():
         flat |= {f"{name} {split}": metrics for split, metrics in splits.items()}
-    grouped = document.get("group_by")
-    if grouped:
+    if grouped := document.get("group_by"):
         for name, splits in {**grouped["figures"], **grouped["differences"]}.items():
             for split, groups in splits.items():
                 flat |= {f"{name} {split} {grouped['column']}={group}": m for group, m in groups.items()}
@@ -278,14 +275,14 @@ def format_document(document: Mapping[str, Any]) -> str:
     for name, splits in {**document["figures"], **document["differences"]}.items():
         for split, metrics in splits.items():
             lines += [name, *(f"  {split:5} {line}" for line in format_metrics(metrics))]
-    grouped = document.get("group_by")
-    if grouped:
+    if grouped := document.get("group_by"):
         for name, splits in {**grouped["figures"], **grouped["differences"]}.items():
             for split, groups in splits.items():
                 lines.append(f"{name}  {split} by {grouped['column']}")
                 for group, metrics in groups.items():
                     label = f"{group} {grouped['names'].get(group, '')}".strip()
-                    lines.append(f"  {label:24} {grouped['rows'][group]:6,} rows  {format_headline(metrics)}")
+                    count = grouped["rows_by_split"][split][group]
+                    lines.append(f"  {label:24} {count:6,} rows  {format_headline(metrics)}")
     if few_shot := document.get("few_shot"):
         shots = f"{few_shot['shots']} shots"
         if few_shot["shots"]:
@@ -294,8 +291,8 @@ def format_document(document: Mapping[str, Any]) -> str:
         for name, parts in few_shot["subjects"].items():
             for split, record in parts.items():
                 scores = ", ".join(f"{score} {value:.4g}" for score, value in record["by_score"].items())
-                lost = f"; {record['shots_dropped']:,} examples left out for length" * bool(record["shots_dropped"])
-                lines.append(f"  {name} {split}: accuracy by score: {scores}{lost}")
+                lost = [f"; {record[key]:,} {what}" for key, what in _LOST.items() if record[key]]
+                lines.append(f"  {name} {split}: accuracy by score: {scores}{''.join(lost)}")
         for name, tests in few_shot["mcnemar"].items():
             for split, test in tests.items():
                 only = f"{test['only_ours']} to {test['only_theirs']}"

@@ -24,6 +24,7 @@ from flatshift.finetune.adapters.adapter import attach_adapter, load_adapter
 from flatshift.finetune.adapters.offsets import folded_offsets
 from flatshift.finetune.compute.cuda_status import resolve_device
 from flatshift.finetune.compute.precision import adapter_dtype
+from flatshift.finetune.digests import adapter_digest
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.models.load import load_backbone
@@ -40,6 +41,11 @@ class EvaluationTarget:
     """Run directory; None: the base model."""
     template: Path | None = None
     """For a base model, the run whose evaluation it copies."""
+
+    @property
+    def digest(self) -> str:
+        """Digest of all its weights: the adapter's, if any, and the backbone's."""
+        return (adapter_digest(self.run) if self.run else "") + open_backbone(self.recipe.backbone).fingerprint
 
 
 def resolve_subjects(
@@ -63,8 +69,6 @@ def resolve_subjects(
             check_run(Path(name), runs[name], rows=not has_data)
             subjects.append(EvaluationTarget(name, runs[name], Path(name)))
             continue
-        if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
-            raise UserError(f"{name} is neither a run directory (recipe.resolved.yaml) nor a backbone (config.json)")
         try:
             backbone = open_backbone(name)
         except UserError as error:
@@ -137,15 +141,12 @@ class AdapterSwitcher:
         folder, initial = subject.run / "adapter", subject.run / INITIAL
         folded = recipe.adapter.init != "default" or recipe.adapter.under is not None
         settings = recipe.adapter if folded else dataclasses.replace(recipe.adapter, init_rows=None, start=None)
+        begin, dtype = (initial if initial.is_dir() else folder) if folded else None, adapter_dtype(train)
         self._model = attach_adapter(
-            self._base,
-            settings,
-            task=recipe.task,
-            seed=train.seed,
-            dtype=adapter_dtype(train),
-            initial=(initial if initial.is_dir() else folder) if folded else None,
+            self._base, settings, task=recipe.task, seed=train.seed, dtype=dtype, initial=begin
         )
         load_adapter(self._model, folder)
-        if folded_offsets(self._model) or recipe.task.traits.has_new_head or recipe.adapter.soft_tokens is not None:
+        changes_base = (recipe.adapter.train_whole, recipe.adapter.bias, recipe.adapter.soft_tokens) != (None,) * 3
+        if changes_base or folded_offsets(self._model) or recipe.task.traits.has_new_head:
             self._base = None  # such changes cannot be removed again
         return self._model

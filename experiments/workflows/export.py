@@ -9,13 +9,15 @@ An exported folder is written completely or not at all, holds safetensors only, 
 is loaded by plain transformers and compared with the run before it gets its name.
 
 The files that mark a folder as finished are uploaded last, so that an interrupted upload is not mistaken for a finished
-folder. Excluded are files that only a resume needs: checkpoints (`state/`), hidden files and locks.
+folder. Excluded are files that only a resume needs: checkpoints (`state/`), hidden files and locks; and what submitit
+writes for a study on Slurm (`slurm/`).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import shlex
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,7 +30,7 @@ import torch
 
 from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.recipe.schema import Recipe
-from flatshift.experiments.results.cells import MARKER
+from flatshift.experiments.results.cells import FORECAST, MARKER, SLURM
 from flatshift.experiments.workflows.folder_check import (
     ExpectedAnswers,
     ExportedRun,
@@ -215,10 +217,7 @@ def require_mergeable(path: Path, recipe: Recipe) -> None:
             f"{path}: its adapter makes up for what quantisation lost (adapter.init: loftq), so it fits the quantised "
             "weights only; use it there, or train without loftq to merge"
         )
-    if (
-        read_json_object(open_backbone(recipe.backbone).directory / "config.json").get("quantization_config")
-        is not None
-    ):
+    if open_backbone(recipe.backbone).is_quantised:
         raise UserError(
             f"backbone {recipe.backbone!r} is quantised in its own files, and an adapter cannot be folded into packed "
             "values exactly; use the adapter as it is (`flatshift export`)"
@@ -316,9 +315,7 @@ def push_to_store(folder: Path, address: str, progress: Callable[[int, int], Non
     names = _files_to_send(folder)
     _check_no_secrets(folder)
     total = sum((folder / name).stat().st_size for name in names)
-    files = [name for name in names if Path(name).name not in _LAST]
-    marks = sorted((name for name in names if Path(name).name in _LAST), key=_marker_sort_key)
-    groups = [files, *(list(group) for _, group in itertools.groupby(marks, _marker_sort_key))]
+    groups = [list(group) for _, group in itertools.groupby(sorted(names, key=_upload_order), _upload_order)]
     report = None if progress is None else (lambda done: progress(done, total))
     return upload_folder(folder, groups, address, progress=report)
 
@@ -326,9 +323,10 @@ def push_to_store(folder: Path, address: str, progress: Callable[[int, int], Non
 def _check_no_secrets(folder: Path) -> None:
     """Raise UserError if a record in `folder` holds a password or signature of an address."""
     if (secret := next(find_secrets(folder), None)) is not None:
+        command = shlex.join(["flatshift", "doctor", str(folder)])
         raise UserError(
             f"{secret[0]}:{secret[1]} holds a password or signature of an address, which would be uploaded; withdraw "
-            f"it where it was issued and make the folder again (`flatshift doctor {folder}` lists all)"
+            f"it where it was issued and make the folder again (`{command}` lists all)"
         )
 
 
@@ -342,6 +340,8 @@ def require_finished(folder: Path) -> None:
         check_finished(folder)
     elif _is_features(folder):
         open_directory(folder, str(folder))
+    elif (folder / FORECAST).is_file():
+        raise UserError(f"{folder} is a forecast, which has no {DONE} to be compared by; push a run or a study instead")
     elif any((folder / name).exists() for name in (RECIPE, MARKER, "state", "stages", "cells", "scores.parquet")):
         raise UserError(f"{folder} is not finished, it has no {DONE}; finish it by its own command, then push it")
     elif (folder / "README.md").is_file():
@@ -367,11 +367,9 @@ def _files_to_send(folder: Path) -> list[str]:
         name = file.relative_to(folder)
         if file.is_dir() and not file.is_symlink():
             continue
-        if (
-            "state" in name.parts[:-1]
-            or any(segment.startswith(".") for segment in name.parts)
-            or str(name) == UPLOAD_RECORD
-        ):
+        is_hidden = any(segment.startswith(".") for segment in name.parts)
+        is_of_slurm = file.parent.name == SLURM and (file.parent.parent / "cells").is_dir()
+        if is_hidden or is_of_slurm or "state" in name.parts[:-1] or str(name) == UPLOAD_RECORD:
             continue
         if file.is_symlink() or not file.is_file():
             raise UserError(f"{file} is a link or no plain file, which a store cannot hold; put the file itself there")
@@ -379,9 +377,10 @@ def _files_to_send(folder: Path) -> list[str]:
     return names
 
 
-def _marker_sort_key(name: str) -> tuple[int, int]:
-    """Return the sort key of a marker: deeper ones first, since a stage is finished before its run."""
-    return -name.count("/"), _LAST.index(Path(name).name)
+def _upload_order(name: str) -> tuple[float, int]:
+    """Return the sort key of a file: markers last, deeper ones first, since a stage is finished before its run."""
+    marker = Path(name).name
+    return (-name.count("/"), _LAST.index(marker)) if marker in _LAST else (-math.inf, 0)
 
 
 _SUFFIXES = {".safetensors", ".json", ".md", ".txt", ".jinja", ".model", ".spm", ".codes", ".gguf", ".py", ".tiktoken"}
@@ -400,6 +399,8 @@ def push_to_hub(folder: Path, repository: str, *, public: bool = False, message:
     from huggingface_hub import HfApi
 
     check_hub_name(repository)
+    if "/" not in repository:
+        raise UserError(f"{repository!r} does not say whose it is; give ORGANISATION/{repository}")
     files = files_to_upload(folder)
     _check_no_secrets(folder)
     api = HfApi()

@@ -9,7 +9,7 @@ row that is among them gets the next one drawn instead of itself.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -31,12 +31,7 @@ from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.rows import Row, read_rows, require_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.bootstrap import ResampledMetric
-from flatshift.finetune.evaluate.candidates import (
-    Candidate,
-    find_ranking_head,
-    score_candidates,
-    tokenize_candidates,
-)
+from flatshift.finetune.evaluate.candidates import Candidate, find_ranking_head, score_candidates, tokenize_candidates
 from flatshift.finetune.evaluate.prediction_metrics import classification_metrics
 from flatshift.finetune.evaluate.prompts import FilledPrompt, Prompt, check_prompt, fill_prompt, shipped_prompts
 from flatshift.finetune.seeds import numpy_generator
@@ -73,6 +68,8 @@ class FewShot:
             raise UserError(
                 "--shots K and --shots-from FILE go together: worked examples are drawn from a training file"
             )
+        if self.seeds != (0,) and not self.shots:
+            raise UserError("--shot-seeds are of the draws of --shots, and there are none; leave them out")
         if self.score not in SCORES:
             raise UserError(f"--score: {self.score!r} is none of {', '.join(SCORES)}")
         if self.score == "calibrated" and not self.prompt.labels:
@@ -96,6 +93,8 @@ class RankingResult:
     predictions: list[list[str]] = field(default_factory=list)
     dropped: int = 0
     """Worked examples left out because they did not fit."""
+    missing: int = 0
+    """Worked examples that were asked for and not found among those that differ from the row."""
     cut: int = 0
     """Rows truncated on the left because they did not fit even alone."""
     notes: list[str] = field(default_factory=list)
@@ -103,13 +102,9 @@ class RankingResult:
 
 def read_prompt(name: str) -> Prompt:
     """Read a prompt from a file, or a shipped one by name. Raises UserError with file:line."""
-    path = shipped_prompts().get(name)
-    if path is None:
-        path = Path(name)
-        if not path.is_file():
-            raise UserError(
-                f"--prompt: {name} is no file and none of the shipped prompts ({', '.join(shipped_prompts())})"
-            )
+    path = shipped_prompts().get(name, Path(name))
+    if not path.is_file():
+        raise UserError(f"--prompt: {name} is no file and none of the shipped prompts ({', '.join(shipped_prompts())})")
     prompt: Prompt = build_settings(Prompt, parse_file(path))
     try:
         prompt.columns()
@@ -123,7 +118,7 @@ def read_shots(few_shot: FewShot, columns: Columns) -> list[Row]:
     files, count = few_shot.source, few_shot.shots
     if not count:
         return []
-    read = read_rows(files, columns=columns, required=few_shot.prompt.columns(), setting="data.columns")
+    read = read_rows(files, columns=columns, required=few_shot.prompt.columns(few_shot.spoken), setting="data.columns")
     rows = require_rows(read, files=files, purpose="worked example")
     if len(rows) <= count:
         raise UserError(f"--shots-from: {len(rows)} rows are too few for --shots {count}, which takes one more")
@@ -138,11 +133,11 @@ def rank_rows(
     few_shot: FewShot,
     inference: EvalBatching,
     *,
-    window: int,
+    window: int | None,
 ) -> RankingResult:
     """Rank the candidates of every row under every seed.
 
-    The model must be in evaluation mode already. window: maximum tokens of a text.
+    The model must be in evaluation mode already. window: maximum tokens of a text, if there is one.
     """
     try:
         result = RankingResult(notes=check_prompt(few_shot.prompt, tokenizer))
@@ -151,7 +146,7 @@ def rank_rows(
     if not tokenizer.is_fast:
         raise UserError("few-shot: this backbone's tokenizer cannot say where each token starts (no tokenizer.json)")
     items = [fill_prompt(few_shot.prompt, row, spoken=few_shot.spoken) for row in rows]
-    ranker = _Ranker(model, tokenizer, inference, few_shot, window, items, result)
+    ranker = _Ranker(model, tokenizer, inference, few_shot, window or sys.maxsize, items, result)
     gold = np.array([item.gold for item in items])
     chosen: list[NDArray] = []
     hits: dict[str, list[float]] = {name: [] for name in SCORES}
@@ -176,7 +171,7 @@ def _ranking_metrics(
         if labelled:
             classification_metrics(gold.tolist(), picks.tolist(), resamples=0, confidence=0.95, seed=0, figures=figures)
     chance = np.array([1.0 / len(item.candidates) for item in items])
-    means = {"accuracy": ResampledMetric.over([right.mean(axis=0)], lambda x: x.mean(-1))}
+    means = {"accuracy": ResampledMetric.over([right.mean(axis=0)], lambda x: x.mean(-1), share=len(right) == 1)}
     for name in by_seed[0]:
         if name != "accuracy":
             metrics = [figures[name] for figures in by_seed]
@@ -238,6 +233,7 @@ class _Ranker:
             drawn = (fill(name, i) for i in range(len(orders[name])))  # lazily: the row may be there many times
             others = (shot for shot in drawn if (shot.before, shot.candidates) != (item.before, item.candidates))
             contexts.append([shot.solved for shot in islice(others, few_shot.shots)])
+            self.result.missing += few_shot.shots - len(contexts[-1])
         return contexts
 
     def score(self, contexts: Sequence[list[str]]) -> dict[str, list[NDArray[np.float64]]]:
@@ -325,4 +321,4 @@ def mcnemar(ours: NDArray, theirs: NDArray) -> dict[str, Any]:
     them gets right, and the two-sided p of their share being one half. Arguments: bool (rows,)."""
     gained, lost = int((ours & ~theirs).sum()), int((theirs & ~ours).sum())
     p = 1.0 if gained + lost == 0 else float(binomtest(gained, gained + lost).pvalue)
-    return {"only_ours": gained, "only_theirs": lost, "p": p if math.isfinite(p) else None}
+    return {"only_ours": gained, "only_theirs": lost, "p": p}

@@ -393,14 +393,9 @@ def _build_reference(
     fitting = [
         k for k, q in enumerate(questions) if context_overflow(model, q.ids, maximum, apart=bool(start)) is None
     ][:2]
-    answers = continue_prompts(
-        model,
-        [questions[k].ids for k in fitting],
-        Decoding(max_new_tokens=maximum),
-        EvalBatching(1, tokenizer.pad_token_id, device),
-        end=run.ends,
-        decoder_start=start,
-    )
+    asked, batching = [questions[k].ids for k in fitting], EvalBatching(1, tokenizer.pad_token_id, device)
+    decoding = Decoding(max_new_tokens=maximum)
+    answers = continue_prompts(model, asked, decoding, batching, end=run.ends, decoder_start=start)
     for index, answer in answers:
         reference = references[fitting[index]]
         top = _compute_logits(model, reference["ids"], answer.ids, start)[-(len(answer.ids) + 1) :].topk(2).values
@@ -521,11 +516,10 @@ def read_run_rows(
     chosen = sources["test"] or sources["dev"] or sources["train"]
     skipped: list[str] = []
     rows = list(islice(chain.from_iterable(source.rows(data, task, skipped) for source in chosen), maximum))
+    is_cut = task.traits.is_sequence_level or task.traits.masks_tokens or not whole
     encoder = task.encoder(
         backbone.tokenizer,
-        recipe.train.max_length
-        if task.traits.is_sequence_level or task.traits.masks_tokens or not whole
-        else _ANY_LENGTH,
+        recipe.train.max_length if is_cut else _ANY_LENGTH,
         label_names=labels or task.class_names(rows),
         bad_rows=data.bad_rows,
         decoder_start=backbone.decoder_start if task.traits.encoder_decoder else None,

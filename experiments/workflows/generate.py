@@ -101,11 +101,10 @@ def generate_from_run(
 def _resolve_decoding(recipe: Recipe, decoding: Mapping[str, Any]) -> Decoding:
     settings = {"max_new_tokens": recipe.task.max_new_tokens, **decoding}
     if not settings.get("temperature"):
+        if "seed" in settings:
+            raise UserError("seed is of draws, which a temperature makes; set temperature, or leave seed out")
         settings.setdefault("num_beams", recipe.task.num_beams or 1)
-    try:
-        return Decoding(**settings)
-    except ValueError as error:
-        raise UserError(f"generate: {error}") from None
+    return Decoding(**settings)
 
 
 def _build_questions(
@@ -145,15 +144,12 @@ def answer_questions(
     tokenizer, device = backbone.tokenizer, next(model.parameters()).device
     ends = [get_end_token(tokenizer), *sorted({question.stop for question in questions if question.stop is not None})]
     answers = continue_prompts(
-        model,
-        [question.ids for question in questions],
-        decoding,
+        model, [question.ids for question in questions], decoding,
         EvalBatching.of(tokenizer, recipe.train, batch_size=batch_size, device=device),
-        end=[token for token in ends if token is not None],
+        end=[token for token in ends if token is not None], numbers=numbers, on_token=on_token,
         decoder_start=backbone.decoder_start if recipe.task.traits.encoder_decoder else None,
-        numbers=numbers,
-        on_token=on_token,
-    )
+        names=[question.where or question.id.replace("-", " ") for question in questions],
+    )  # fmt: skip
     for index, answer in answers:
         yield index, decode_answer(tokenizer, answer.ids), answer
 
@@ -222,7 +218,8 @@ class Question:
 
     def update_text(self, *, complete: bool = False) -> None:
         """Decode the tokens so far; unless the answer is complete, without an end that the next token may change."""
-        text = _strip_lead(self.prompt.lead, decode_answer(self.tokenizer, self.tokens))
+        text, lead = decode_answer(self.tokenizer, self.tokens), self.prompt.lead
+        text = "" if lead.startswith(text) else text.removeprefix(lead)  # what the template writes first, in part too
         places = [place for stop in self.stop if (place := text.find(stop)) >= 0]
         if places:
             text, self.ended = text[: min(places)], True
@@ -260,10 +257,10 @@ class GenerativeRuns:
             check_generative(recipe.task)
             if recipe.adapter.projector is not None:
                 raise UserError(f"{path}: its adapter reads features with every row, and nobody hands it any here")
-            name = path.resolve().name
-            name = name if name not in self._subjects else str(path)
             if path.resolve() in [subject.run.resolve() for subject in self._subjects.values() if subject.run]:
                 raise UserError(f"{path} is named twice; name each run once")
+            names = path.resolve().name, str(path), str(path.resolve())
+            name = next(name for name in names if name not in self._subjects)
             self._subjects[name] = EvaluationTarget(name, recipe, path)
         self._models = AdapterSwitcher()
         self._lock, self._encoding = threading.Lock(), threading.Lock()
@@ -316,10 +313,7 @@ class GenerativeRuns:
         task = recipe.task
         with self._encoding:
             tokenizer, positions = open_backbone(recipe.backbone).tokenizer, self.positions(name)
-        try:
-            settings = Decoding(**{"max_new_tokens": task.max_new_tokens, **(decoding or {})})
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{error}") from None
+        settings = Decoding(**{"max_new_tokens": task.max_new_tokens, **(decoding or {})})
         if raw and not isinstance(messages, str):
             tokens = [token for token in messages if isinstance(token, int)]
             if odd := [token for token in tokens if not 0 <= token < len(tokenizer)]:
@@ -328,6 +322,7 @@ class GenerativeRuns:
                 prompt = replace(_build_question(task, _read_turns(""), tokenizer, raw=True), ids=tokens)
         else:
             turns = _read_turns(messages)
+            turns = turns if task.input_format.uses_chat_template else turns[-1:]
             length, limit = sum(len(turn["content"]) + 1 for turn in turns), _CHARACTERS * (positions or 1 << 16)
             if length > limit:
                 raise UserError(
@@ -364,14 +359,11 @@ class GenerativeRuns:
         longest = max(question.decoding.max_new_tokens for question in questions)
         with self._lock, cpu_threads(recipe.train.threads):
             answers = answer_questions(
-                recipe,
-                self._load(first.name),
-                [question.prompt for question in questions],
-                replace(first.decoding, max_new_tokens=longest),
-                batch_size=len(questions),
+                recipe, self._load(first.name), [question.prompt for question in questions],
+                replace(first.decoding, max_new_tokens=longest), batch_size=len(questions),
                 numbers=[question.number for question in questions],
                 on_token=lambda index, token: questions[index].add(token),
-            )
+            )  # fmt: skip
             for _ in answers:
                 pass
         for question in questions:
@@ -418,11 +410,6 @@ def _batch_length(prompts: Sequence[Sequence[int]], max_new_tokens: int, *, apar
     own."""
     width = max(map(len, prompts))
     return max(width, 1 + max_new_tokens) if apart else width + max_new_tokens
-
-
-def _strip_lead(lead: str, text: str) -> str:
-    """Remove from an answer the text that its template writes first, complete or in part."""
-    return "" if lead.startswith(text) else text.removeprefix(lead)
 
 
 def _read_turns(messages: str | Sequence[Any]) -> list[dict[str, str]]:

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.metadata
 import importlib.util
 import json
 import logging
-import math
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,11 +26,12 @@ from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.workflows.build import load_model
 from flatshift.experiments.workflows.run_parts import check_generative, read_finished_recipe, to_single_process
-from flatshift.finetune.atomic import write_json
+from flatshift.finetune.atomic import to_json_values, write_json
 from flatshift.finetune.compute.numerics import cpu_threads
 from flatshift.finetune.compute.precision import autocast_dtype
 from flatshift.finetune.data.encoding import SpecialTokens
 from flatshift.finetune.errors import UserError, first_error_line
+from flatshift.finetune.machine import installed_version
 from flatshift.finetune.seeds import derive_seed
 
 RECORD = "harness.json"
@@ -85,7 +84,7 @@ def run_harness(
         results, prefix = _run_tasks(recipe, path, tasks, batch_size, include, Console(quiet=quiet), options)
     record = {
         "harness": "lm-eval",
-        "versions": {name: _installed_version(name) for name in _PACKAGES},
+        "versions": {name: installed_version(name) for name in _PACKAGES},
         "tasks": list(tasks),
         "limit": limit,
         "shots": results["n-shot"],
@@ -98,7 +97,7 @@ def run_harness(
         "higher_is_better": results["higher_is_better"],
         "results": results["results"],
     }
-    record = json.loads(json.dumps(_to_json_values(record), ensure_ascii=False))
+    record = json.loads(json.dumps(to_json_values(record), ensure_ascii=False, default=str))
     write_json(path / RECORD, record)
     return record
 
@@ -127,13 +126,11 @@ def _run_tasks(
     engine, tokenizer = load_model(recipe, recipe.task, None, adapter=path / "adapter")
     tokenizer, prefix = _add_training_prefix(tokenizer, begin=not recipe.task.traits.encoder_decoder)
     console.say(f"lm-eval on {', '.join(tasks)}")
+    backend, dtype = "seq2seq" if recipe.task.traits.encoder_decoder else "causal", autocast_dtype(recipe.train)
     model = HFLM(
-        pretrained=engine.model,
-        tokenizer=tokenizer,
-        backend="seq2seq" if recipe.task.traits.encoder_decoder else "causal",
-        batch_size=batch_size,
-        mixed_precision_dtype=autocast_dtype(recipe.train),
-    )
+        pretrained=engine.model, tokenizer=tokenizer, backend=backend, batch_size=batch_size,
+        mixed_precision_dtype=dtype,
+    )  # fmt: skip
     try:
         return simple_evaluate(model, tasks=list(tasks), task_manager=manager, **options), prefix
     except (ConnectionError, FileNotFoundError) as error:
@@ -181,26 +178,6 @@ def _restore_global_generators() -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(numpy)  # noqa: NPY002
-
-
-def _installed_version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _to_json_values(value: Any) -> Any:
-    """Convert to JSON values: other types become text, and non-finite numbers null."""
-    if isinstance(value, dict):
-        return {str(key): _to_json_values(child) for key, child in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_json_values(child) for child in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if hasattr(value, "item"):
-        return _to_json_values(value.item())
-    return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 
 def format_record(record: dict[str, Any]) -> str:

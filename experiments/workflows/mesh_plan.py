@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from flatshift.experiments.data.sources import epochs_to_steps
@@ -16,11 +17,12 @@ from flatshift.experiments.recipe.resolve import is_given
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.workflows.run_parts import FINE_TUNE
-from flatshift.finetune.config import Train
+from flatshift.finetune.config import Precision, Train
 from flatshift.finetune.data.columns import ColumnarExamples
 from flatshift.finetune.data.formats import SAMPLE
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.figures import format_bytes, format_duration
+from flatshift.finetune.models.backbone import check_architecture, check_task
 from flatshift.finetune.planner.calibration import cached_overhead, calibrate
 from flatshift.finetune.planner.devices import Cluster, detect_devices
 from flatshift.finetune.planner.footprint import plan_evaluation
@@ -39,13 +41,14 @@ def calibrate_machine() -> list[str]:
     return calibrate(devices.row, devices.kind, devices.count)[1]
 
 
-def _parse_cluster(gpus: str, node: int | None, link: float | None, network: float | None) -> Cluster:
+def _parse_cluster(gpus: str, node: int | None, link: float | None, network: float | None, ranks: int) -> Cluster:
     if gpus.strip().lower() != "here":
         return Cluster.parse(gpus, node=node, link=link, network=network)
     if flags := [name for name, value in (("node", node), ("nvlink", link), ("ib", network)) if value is not None]:
         raise UserError(f"--{flags[0]}: --gpus here is one machine as it is; write COUNTxNAME to describe another")
     devices = detect_devices()
-    return Cluster.at_hand(devices, devices.count, devices.count)
+    count = devices.count if devices.kind == "cuda" else ranks  # one process uses all cores
+    return Cluster.at_hand(devices, count, count)
 
 
 def plan_mesh(
@@ -57,14 +60,15 @@ def plan_mesh(
     node: int | None = None,
     link: float | None = None,
     network: float | None = None,
-    recompute: str = "any",
+    recompute: str | None = None,
     price: float | None = None,
     tokens: float | None = None,
 ) -> dict[str, Any]:
     """Return every layout of the cluster for a recipe, the best first, as plain values.
 
     model: another backbone than the recipe's. node, link, network: see `Cluster.parse`. recompute: `any` or a value of
-    train.checkpointing. price: of a device for an hour. tokens: to be trained on; by default those of train.steps.
+    train.checkpointing; None: the recipe's if it names one, else `any`. price: of a device for an hour. tokens: to be
+    trained on; by default those of train.steps.
     Raises UserError for an unknown device or model, and if no mesh fits the rows, heads or blocks.
     """
     resolved, data = load_recipe(recipe, overrides), None
@@ -84,19 +88,27 @@ def plan_mesh(
         counted = True
     settings = resolved.recipe
     backbone, train = model or settings.backbone, settings.train
-    if train.precision == "auto":  # bf16 on every device of the table with native bf16 products
-        train = dataclasses.replace(train, precision="bf16")
-    cluster = _parse_cluster(gpus, node, link, network)
+    cluster = _parse_cluster(gpus, node, link, network, settings.mesh.size)
+    train = _on_device(train, cluster)
     sizes = read_sizes(backbone, settings.adapter).under(settings.task)
     mesh = dataclasses.replace(settings.mesh, auto=False)
     rules = dataclasses.replace(RuleSettings.of(dataclasses.replace(settings, train=train)), mesh=mesh)
-    if recompute == "any" and is_given(resolved, "train.checkpointing"):
-        recompute = train.checkpointing
+    origin = resolved.origins.get("train.checkpointing", "")
+    if recompute not in (None, train.checkpointing) and origin.startswith("--"):
+        raise UserError(f"--checkpointing {recompute} contradicts {origin} {train.checkpointing}; keep one of them")
+    if recompute is None:
+        recompute = train.checkpointing if is_given(resolved, "train.checkpointing") else "any"
     choices = ("none", "selective", "full") if recompute == "any" else (recompute,)
-    layouts = enumerate_layouts(sizes, cluster, rules, recompute=choices)
+    further = [] if settings.warmup is None else [settings.warmup.batch_size]
+    layouts = enumerate_layouts(sizes, cluster, rules, recompute=choices, batch_sizes=further)
     best = best_layout(layouts)
+    narrow = dataclasses.replace(rules, train=dataclasses.replace(train, backbone_precision="bf16"))
+    if not best.fits and train.backbone_precision == "auto" and cluster.kind == "cpu" and broken_rule(narrow) is None:
+        rules, layouts = narrow, enumerate_layouts(sizes, cluster, narrow, recompute=choices)  # as training does
+        best = best_layout(layouts)
+    _check_task(backbone, sizes.kind, settings)
     total = tokens if tokens is not None else float(best.tokens * train.steps) if counted else None
-    is_timed = best.fits and train.precision != "fp32" and total is not None
+    is_timed = best.fits and (train.precision != "fp32" or cluster.kind == "cpu") and total is not None
     hours = 0.0 if total is None else total / best.tokens * best.time.total / 3600
     overhead = cached_overhead() if cluster.kind == "cpu" else None
     return {
@@ -124,6 +136,26 @@ def plan_mesh(
         "advice": None if best.fits else _advice(best, rules),
         "table": format_table(layouts, cluster, sizes),
     }
+
+
+def _check_task(backbone: str, kind: str, recipe: Recipe) -> None:
+    """Raise UserError for a task that training would refuse. Not for a bare config.json."""
+    from transformers import CONFIG_MAPPING
+
+    if known_shape(backbone) is not None:
+        check_architecture(CONFIG_MAPPING[kind](), recipe.task, backbone)
+    elif not (path := Path(backbone).expanduser()).exists() or any(path.glob("*.safetensors")):
+        check_task(backbone, recipe.task)
+
+
+def _on_device(train: Train, cluster: Cluster) -> Train:
+    """Return `train` with `auto` resolved for the devices: on a CPU float32, which takes most memory."""
+    if cluster.kind == "cpu":
+        train = dataclasses.replace(train, device="cpu")
+    elif train.precision == "bf16" and not cluster.device.bf16:
+        raise UserError(f"train.precision: bf16: {cluster.name} has no bf16 instructions; take auto or fp16")
+    own: Precision = "fp32" if cluster.kind == "cpu" else "bf16" if cluster.device.bf16 else "fp16"
+    return dataclasses.replace(train, precision=own) if train.precision == "auto" else train
 
 
 def _evaluation_cost(sizes: BackboneSizes, recipe: Recipe, train: Train, best: Layout, kind: str) -> dict[str, Any]:
@@ -161,6 +193,8 @@ def _plan_notes(cluster: Cluster, sizes: BackboneSizes, best: Layout, rules: Rul
         )
     if cluster.kind == "cuda" and cluster.name not in DEVICES:
         notes.append("This device is not in the table: its meshes are ranked by rates of an A100.")
+    if cluster.kind == "cpu" and rules.train.backbone_precision == "bf16":
+        notes.append("Frozen weights are kept in bf16 (train.backbone_precision), as float32 ones do not fit.")
     if best.mesh.offload:
         held = dataclasses.replace(rules, mesh=dataclasses.replace(best.mesh, offload=False), train=best.train)
         needs = price_layout(held, sizes, cluster).needs
@@ -203,8 +237,8 @@ def format_plan(document: dict[str, Any]) -> str:
             f"best: {best['name']}, {best['allocated_gib']:g} GiB in use on the fullest device{memory}; a step of "
             f"{format_duration(best['update_s'])} ({shares})",
             duration,
-            "evaluation: {rows_at_once:,} rows at once take {gib:g} GiB next to the weights, a thousand of the longest "
-            "are as long as {updates_per_1000_rows:,g} steps".format(**document["evaluation"]),
+            "evaluation: {rows_at_once:,} rows at once take {gib:g} GiB next to the weights; 1,000 of the longest take "
+            "as long as {updates_per_1000_rows:,g} steps".format(**document["evaluation"]),
             "for the recipe:",
             *(f"  {line}" for line in document["recipe"].splitlines()),
             *document["notes"][2:],

@@ -11,10 +11,12 @@ import dataclasses
 import json
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+import yaml
 
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.workflows.build import format_number
@@ -25,16 +27,16 @@ from flatshift.finetune.data.encoding import get_end_token
 from flatshift.finetune.data.formats import HUB, SAMPLE, HubName
 from flatshift.finetune.data.rows import Row
 from flatshift.finetune.digests import DONE
-from flatshift.finetune.errors import UserError
+from flatshift.finetune.errors import UserError, is_remote
 from flatshift.finetune.evaluate.metrics import METRICS, find_metric
+from flatshift.finetune.launch.consistency import flatten_settings
 from flatshift.finetune.models.backbone import PACKAGE
-from flatshift.finetune.redaction import redact_urls
+from flatshift.finetune.redaction import join_command
 from flatshift.finetune.tasks import Task
 
 _PIPELINE_TAGS = {"AutoModelForMaskedLM": "fill-mask", "AutoModelForSequenceClassification": "text-classification"}
 """Pipeline tags of the hub by transformers class; any other writes text."""
 Form = Literal["adapter", "merged", "gguf", "ollama", "vllm"]
-_LOCAL_PATH = re.compile(r"(?<![\w.~:/-])(?:~|\.\.?)?/[^\s,'\"\]}]*")
 
 
 def build_card(
@@ -79,7 +81,7 @@ def build_card(
         _format_metrics_table(_read_evaluation(path)),
         "## How it was trained\n",
         _format_settings(recipe),
-        format_code_block(_without_paths(redact_urls((path / "command.txt").read_text(encoding="utf-8").strip()))),
+        format_code_block(_without_directories((path / "command.txt").read_text(encoding="utf-8"), recipe)),
         _format_versions(read_json_object(path / "environment.json", "versions")),
         "## Data\n",
         _format_data(recipe, read_json_object(path / "manifest.json", "inputs")["inputs"]),
@@ -225,9 +227,9 @@ def _format_settings(recipe: Recipe) -> str:
         parts["warmup"] = dataclasses.asdict(recipe.warmup)
     if (selection := recipe.selection) is not None:
         parts["select"] = {"budget": selection.budget, "method": selection.method.kind}
-    mesh = {name: size for name, size in dataclasses.asdict(recipe.mesh).items() if isinstance(size, int) and size > 1}
     if recipe.mesh.size > 1:
-        parts["mesh"] = mesh
+        sizes = dataclasses.asdict(recipe.mesh).items()
+        parts["mesh"] = {name: size for name, size in sizes if isinstance(size, int) and size > 1}
     rows = [
         [f"`{block}.{name}`", format_code_span(json.dumps(value, ensure_ascii=False), table=True)]
         for block, settings in parts.items()
@@ -251,21 +253,52 @@ def _format_data(recipe: Recipe, inputs: Sequence[dict[str, Any]]) -> str:
         path, count = entry["path"], entry["rows"]
         name = format_code_span(path if path.startswith((SAMPLE, HUB)) else Path(path).name, table=True)
         rows.append([name, "–" if count is None else f"{count:,}", f"`{entry['sha256'] or '–'}`"])
-    data = recipe.data
-    notes = [
-        f"{name}: {split.limit:,} rows of it were used, drawn by the seed."
-        for name, split in (("train", data.train), ("dev", data.dev), ("test", data.test))
-        if split.limit is not None
-    ]
+    data, mixed = recipe.data, recipe.data.train.sources or {}
+    sources: list[tuple[str, Any]] = [(format_code_span(name), source) for name, source in mixed.items()]
+    notes = [f"{name}: a source of the training rows, of weight {source.weight:g}." for name, source in sources]
+    for name, part in (("train", data.train), *sources, ("dev", data.dev), ("test", data.test)):
+        if (first := getattr(part, "first", None)) is not None:
+            notes.append(f"{name}: its first {first:,} rows were read.")
+        if part.limit is not None:
+            notes.append(f"{name}: {part.limit:,} rows of it were used, drawn by the seed.")
     if data.holdout:
-        notes.append(f"A share of {data.holdout:g} of the training rows was set apart for evaluation.")
+        splits = " and as much for ".join(data.splits_to_fill)
+        notes.append(f"A share of {data.holdout:g} of the training rows was set apart for {splits}.")
     if data.label_noise:
-        notes.append(f"**{data.label_noise:.0%} of the training labels were made wrong on purpose.**")
+        notes.append(f"**{100 * data.label_noise:.3g}% of the training labels were made wrong on purpose.**")
     return "\n".join([_format_table(["file", "rows", "SHA-256"], rows), *(f"- {note}" for note in notes), ""])
 
 
-def _without_paths(command: str) -> str:
-    return _LOCAL_PATH.sub(lambda match: match.group().rstrip("/").rsplit("/", 1)[-1], command)
+def _without_directories(commands: str, recipe: Recipe) -> str:
+    """Return commands, one a line, without secrets and with local files by their names alone. Hub names and texts are
+    those that the recipe has as they were given; its paths are absolute."""
+    values = flatten_settings(dataclasses.asdict(recipe)).values()
+    kept = {value for value in values if isinstance(value, str) and not value.startswith("/")}
+    lines, begun = [], ""
+    for line in commands.splitlines(keepends=True):
+        begun += line
+        with contextlib.suppress(ValueError):  # a word with a line break has not ended
+            lines.append(join_command(_without_directory(word, kept) for word in shlex.split(begun)))
+            begun = ""
+    return "\n".join(lines)
+
+
+def _without_directory(value: Any, kept: Collection[str]) -> Any:
+    """Return a word of a command, or a value in it, with the names of local files alone."""
+    if isinstance(value, dict):
+        return {key: _without_directory(child, kept) for key, child in value.items()}
+    if isinstance(value, list):
+        return [_without_directory(child, kept) for child in value]
+    if not isinstance(value, str) or value in kept or is_remote(value) or value.startswith((SAMPLE, HUB, PACKAGE)):
+        return value
+    if value.startswith("--") and "=" in value:
+        flag, _, value = value.partition("=")
+        return f"{flag}={_without_directory(value, kept)}"
+    if value.startswith(("[", "{")):
+        with contextlib.suppress(yaml.YAMLError):
+            tree = _without_directory(yaml.safe_load(value), kept)
+            return yaml.safe_dump(tree, default_flow_style=True, sort_keys=False, allow_unicode=True, width=1e6).strip()
+    return value.rstrip("/").rpartition("/")[2]
 
 
 def _backbone_lines(backbone: str, base: str) -> list[str]:
@@ -284,8 +317,11 @@ def _backbone_lines(backbone: str, base: str) -> list[str]:
 
 def _format_usage(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: str, form: Form) -> list[str]:
     if form == "gguf":
-        prompt = sample_prompt(recipe.task)
-        return [format_code_block(f"llama-cli -m model.gguf --temp 0 -no-cnv -p {shlex.quote(prompt)}", "bash")]
+        words = ["-no-cnv", "-p", sample_prompt(recipe.task)]
+        if recipe.task.input_format.uses_chat_template:
+            system = getattr(recipe.task, "system", None)
+            words = ["-cnv"] if system is None else ["-cnv", "-sys", system]
+        return [format_code_block(shlex.join(["llama-cli", "-m", "model.gguf", "--temp", "0", *words]), "bash")]
     if form == "ollama":
         return [format_code_block("ollama create mine -f Modelfile\nollama run mine 'some text'", "bash")]
     if form == "vllm":
@@ -365,6 +401,9 @@ def _usage_code(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, ba
     task = recipe.task
     use = usage_example(task, tokenizer, labels)
     special = ", add_special_tokens=False" if use.has_special_tokens else ""
+    if task.traits.is_sequence_level or task.traits.masks_tokens:  # longer rows were cut
+        special = ", truncation=True"
+    pair = "; the second text of a pair goes after the first" if "text2" in task.optional_columns() else ""
     options = "" if merged else f", eos_token_id={use.ends}, pad_token_id={tokenizer.pad_token_id}"
     if merged:
         loading = [
@@ -391,7 +430,7 @@ def _usage_code(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, ba
         *loading,
         "",
         *use.ask,
-        f"ids = tokenizer({use.text}, return_tensors='pt'{special})['input_ids']  # as in training",
+        f"ids = tokenizer({use.text}, return_tensors='pt'{special})['input_ids']  # as in training{pair}",
     ]
     decoder = ""
     if task.traits.is_generative and task.traits.encoder_decoder:

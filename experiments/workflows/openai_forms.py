@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
-from itertools import accumulate
 from typing import Any
 
 from flatshift.experiments.workflows.generate import GenerativeRuns, Question, TokenScore
@@ -174,23 +173,22 @@ def format_choice(
     runs: GenerativeRuns, question: Question, index: int, fields: dict[str, Any], chat: bool
 ) -> dict[str, Any]:
     """Return an answer as the choice `index` of its request."""
-    logprobs, prompt = None, question.prompt
+    logprobs, prompt, echoes = None, question.prompt, bool(fields.get("echo"))
+    echo = prompt.text or question.tokenizer.decode(prompt.ids) if echoes else ""
+    text = echo + question.text
     wanted = fields.get("logprobs", False)
     if wanted is not False:
         scores = runs.score(
             question.name, [*prompt.ids, *question.tokens], fields.get("top_logprobs", 0) if chat else wanted
         )
-        if not fields.get("echo"):
-            scores = scores[len(prompt.ids) - 1 :]
-        logprobs = (_chat_logprobs if chat else _completion_logprobs)(question, scores, bool(fields.get("echo")))
-    content: dict[str, Any] = {"message": {"role": "assistant", "content": question.text}}
-    if not chat:
-        echo = prompt.text or question.tokenizer.decode(prompt.ids) if fields.get("echo") else ""
-        content = {"text": echo + question.text}
+        scores = scores if echoes else scores[len(prompt.ids) - 1 :]
+        first = prompt.ids[:echoes]
+        logprobs = _chat_logprobs(question, scores) if chat else _completion_logprobs(question, first, scores, text)
+    content = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
     return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason(question)}
 
 
-def _chat_logprobs(question: Question, scores: Sequence[TokenScore], echo: bool) -> dict[str, Any]:
+def _chat_logprobs(question: Question, scores: Sequence[TokenScore]) -> dict[str, Any]:
     def describe(token: int, logprob: float) -> dict[str, Any]:
         text = str(question.tokenizer.decode([token]))
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
@@ -201,17 +199,24 @@ def _chat_logprobs(question: Question, scores: Sequence[TokenScore], echo: bool)
     return {"content": content, "refusal": None}
 
 
-def _completion_logprobs(question: Question, scores: Sequence[TokenScore], echo: bool) -> dict[str, Any]:
-    decode = question.tokenizer.decode
-    texts = [str(decode([token])) for token in ([question.prompt.ids[0]] if echo else [])]
-    first: list[None] = [None] * len(texts)  # nothing is before the first token
-    texts += [str(decode([score.token])) for score in scores]
-    likeliest: list[dict[str, float] | None] = [*first]
+def _completion_logprobs(
+    question: Question, first: Sequence[int], scores: Sequence[TokenScore], text: str
+) -> dict[str, Any]:
+    """first: tokens before the scored ones. text: of the choice, without the tokens that the tokenizer puts around."""
+    decode, special = question.tokenizer.decode, question.tokenizer.all_special_ids
+    tokens = [*first, *(score.token for score in scores)]
+    texts, offsets, end = [str(decode([token])) for token in tokens], [], 0
+    for token, part in zip(tokens, texts, strict=True):
+        offsets.append(end)
+        if token not in special or text.startswith(part, end):
+            end += len(part)
+    blank: list[None] = [None] * len(first)  # nothing is before the first token
+    likeliest: list[dict[str, float] | None] = [*blank]
     for score in scores:  # the likeliest last: it stays where two tokens have one text
         likeliest.append({str(decode([token])): logprob for token, logprob in reversed(score.likeliest)})
     return {
         "tokens": texts,
-        "token_logprobs": [*first, *(score.logprob for score in scores)],
+        "token_logprobs": [*blank, *(score.logprob for score in scores)],
         "top_logprobs": likeliest,
-        "text_offset": list(accumulate(map(len, texts), initial=0))[: len(texts)],
+        "text_offset": offsets,
     }

@@ -237,15 +237,9 @@ def stops_at(model: Any, end: int, request: Mapping[str, Any], ends: list[int]) 
         scores[:, end] = 0.0
         return scores
 
-    own = {} if request["backbone"] is None and request["gguf"] is None else {"eos_token_id": ends}
-    settings = {
-        "do_sample": False,
-        "max_new_tokens": 2,
-        "pad_token_id": request["pad"],
-        "logits_processor": [force],
-        **own,
-    }
-    return generate_tokens(model, request["prompts"][0], request, **settings) == [end]
+    own: dict[str, Any] = {} if request["backbone"] is None and request["gguf"] is None else {"eos_token_id": ends}
+    own |= {"do_sample": False, "max_new_tokens": 2, "pad_token_id": request["pad"], "logits_processor": [force]}
+    return generate_tokens(model, request["prompts"][0], request, **own) == [end]
 
 
 if __name__ == "__main__":

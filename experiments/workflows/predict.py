@@ -35,7 +35,7 @@ from flatshift.finetune.data.rows import Row, read_canonical_values, read_rows
 from flatshift.finetune.digests import adapter_digest
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.evaluator import Evaluator
-from flatshift.finetune.evaluate.generation import Decoding
+from flatshift.finetune.evaluate.generation import Decoding, context_overflow
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.run_directory import check_new_file, disk_full_interrupts
@@ -60,7 +60,7 @@ class Predictor:
 
     def __init__(self, path: Path, *, bad_rows: str = "refuse", overrides: Sequence[Branch] = ()) -> None:
         """bad_rows: `refuse` or `skip` a row that the model cannot be shown. overrides: another `train.device`,
-        `eval.batch_size`, `task.max_new_tokens` or `data.columns` than the run's.
+        `eval.batch_size`, `task.max_new_tokens`, `task.num_beams` or `data.columns` than the run's.
 
         Raises UserError if `path` is no finished run or was changed, or its rows bring features along
         (adapter.projector).
@@ -84,9 +84,7 @@ class Predictor:
             if recipe.train.precision == "fp32" and dtypes == {"torch.float32"}:
                 model.merge_adapter()
         self.bad_rows = bad_rows
-        self.skipped: list[str] = []  # `file:line: reason` of skipped rows
-        self.truncated_rows = 0
-        self.open_answers = 0  # cut by the limit of new tokens
+        self.counts: Record = {}  # of the last call: `skipped` rows (file:line: reason), `truncated` ones
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -125,8 +123,7 @@ class Predictor:
             features=self.recipe.adapter.projector,
         )  # fmt: skip
         encoded = encoder.add([dataclasses.replace(row, values={**row.values, **blank}) for row in rows])
-        self.truncated_rows += encoded.truncated
-        self.skipped += encoded.skipped
+        self.counts = {"skipped": encoded.skipped, "truncated": encoded.truncated}
         if not encoded.examples:
             return []
         inference = EvalBatching.of(self.tokenizer, train, batch_size=size, device=device)
@@ -146,14 +143,18 @@ class Predictor:
     def _generate_answers(self, rows: Sequence[Row]) -> list[Record]:
         task = self.task
         questions, skipped = task.input_format.build_prompts(rows, self.tokenizer, bad_rows=self.bad_rows)
-        self.skipped += skipped
         decoding = Decoding(max_new_tokens=task.max_new_tokens, num_beams=task.num_beams or 1)
+        for question in list(questions) if self.bad_rows == "skip" else ():
+            limits: dict[str, Any] = {"max_new_tokens": decoding.max_new_tokens, "apart": task.traits.encoder_decoder}
+            if (room := context_overflow(self.engine.model, question.ids, **limits)) is not None:
+                questions.remove(question)
+                skipped.append(f"{question.where}: its {len(question.ids)} tokens and the answer do not fit {room}")
+        self.counts = {"skipped": skipped, "truncated": 0}
         records: list[Record] = [{"id": question.id, "prompt": question.text} for question in questions]
         batch_size = self.recipe.eval.batch_size
         answers = answer_questions(self.recipe, self.engine.model, questions, decoding, batch_size=batch_size)
         for index, text, answer in answers:
             records[index] |= {"answer": text.strip(), "tokens": len(answer.ids), "ended": answer.ended}
-            self.open_answers += not answer.ended
         return records
 
 
@@ -191,6 +192,7 @@ def predict_from_run(
         columns = predictor.recipe.data.columns
         settings = {
             "new_tokens": predictor.task.max_new_tokens if _answers_in_text(predictor.task) else None,
+            "num_beams": predictor.task.num_beams or 1,
             "adapter": adapter_digest(path),
             "inputs": [entry["sha256"] or entry["path"] for entry in inputs],
             "bad_rows": bad_rows,
@@ -207,25 +209,21 @@ def predict_from_run(
                 _keep_parts_on_refusal(parts, settings, console),
                 console.task("predicting", None if None in counts else sum(counts), "rows") as bar,
             ):
-                done = _write_parts(predictor, rows, parts, bar, console)
+                done, found = _write_parts(predictor, rows, parts, bar, console)
             if not done:
                 raise UserError(f"{', '.join(map(str, data))}: no row is left to predict")
             with atomic_file(out) as temporary:
                 _join_parts(sorted(parts.glob(_PART_FILES)), temporary, out.suffix, raw=raw)
             shutil.rmtree(parts)
-        if skipped := [*skipped, *predictor.skipped]:
+        if skipped := [*skipped, *found["skipped"]]:
             console.say(f"skipped {len(skipped):,} bad rows, first {skipped[0]}")
-        if predictor.truncated_rows:
+        if count := found["truncated"]:
             limit = predictor.recipe.train.max_length
-            console.say(
-                f"{predictor.truncated_rows:,} of {done:,} rows were longer than train.max_length = {limit} and were "
-                "cut"
-            )
-        if predictor.open_answers:
+            console.say(f"{count:,} of {done:,} rows were longer than train.max_length = {limit} and were cut")
+        if count := found["open"]:
             limit = predictor.task.max_new_tokens
             console.say(
-                f"{predictor.open_answers:,} of {done:,} answers did not end within {limit} tokens; --max-new-tokens N "
-                "allows more"
+                f"{count:,} of {done:,} answers did not end within {limit} tokens; --max-new-tokens N allows more"
             )
     return done
 
@@ -235,7 +233,7 @@ def _open_parts(parts: Path, settings: Mapping[str, Any]) -> None:
     refused."""
     before = read_json_object(parts / _SETTINGS) if any(parts.glob(_PART_FILES)) else None
     if before is None or before.pop("refused", False):
-        if before is None or any(before.get(name) != settings[name] for name in ("adapter", "new_tokens")):
+        if before is None or any(before.get(name) != settings[name] for name in ("adapter", "new_tokens", "num_beams")):
             shutil.rmtree(parts, ignore_errors=True)
             parts.mkdir(parents=True)
         write_json(parts / _SETTINGS, dict(settings))
@@ -262,30 +260,36 @@ def _keep_parts_on_refusal(parts: Path, settings: Mapping[str, Any], console: Co
 
 def _write_parts(
     predictor: Predictor, rows: Iterable[Row], parts: Path, bar: Callable[[int], None], console: Console
-) -> int:
+) -> tuple[int, Record]:
+    """Write the missing parts; returns the number of predicted rows, and the counts of all parts."""
     done, reused = 0, 0
+    found: Record = {"skipped": [], "truncated": 0, "open": 0}
     current: set[Path] = set()
     stream = iter(rows)
     while chunk := list(itertools.islice(stream, PART)):
         text = json.dumps([[row.id, row.values] for row in chunk], sort_keys=True, default=str)
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         file = parts / f"part-{len(current):06}-{digest}.jsonl"
+        counted = file.with_suffix(".json")  # written first
         current.add(file)
-        count = sum(1 for _ in _iter_records([file])) if file.is_file() else -1
-        if count >= 0 and (predictor.bad_rows == "skip" or count == len(chunk)):
-            reused += count
+        records = list(_iter_records([file])) if file.is_file() and counted.is_file() else None
+        if records is not None and (predictor.bad_rows == "skip" or len(records) == len(chunk)):
+            reused += len(records)
         else:
             if reused and done == reused:
                 console.say(f"{reused:,} rows were done before")
             records = predictor(chunk)
+            write_json(counted, predictor.counts)
             with atomic_file(file) as temporary, temporary.open("w", encoding="utf-8") as handle:
                 handle.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-            count = len(records)  # without skipped rows
-        done += count
+        for name, count in read_json_object(counted).items():
+            found[name] += count
+        found["open"] += sum(record.get("ended") is False for record in records)
+        done += len(records)  # without skipped rows
         bar(done)
     for file in set(parts.glob(_PART_FILES)) - current:  # of rows that are no more so
         file.unlink()
-    return done
+    return done, found
 
 
 def _join_parts(parts: Sequence[Path], path: Path, suffix: str, *, raw: bool) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
+import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -29,7 +31,7 @@ from flatshift.finetune.config import Adapter, Mesh
 from flatshift.finetune.data.files import expand_files, file_digest, has_named
 from flatshift.finetune.data.formats import SAMPLE
 from flatshift.finetune.digests import DONE, FILES, adapter_digest, check_files, file_digests
-from flatshift.finetune.errors import Interrupted, UserError
+from flatshift.finetune.errors import Interrupted, OutOfMemory, UserError
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.models.meta import build_skeleton
@@ -222,16 +224,16 @@ def check_inputs_unchanged(path: Path, names: Sequence[str], way_out: str = "sta
             raise UserError(f"{label} {what} {since} the run began; restore what was there, or {way_out}")
 
 
-def discard_failed_run(path: Path, console: Console) -> None:
+def discard_failed_run(path: Path, console: Console, error: Exception) -> None:
     """Delete the directory of a run that failed by its settings, unless it holds a selection or metrics."""
     selection = path / "selection"
     if not selection.exists() and not (path / METRICS).exists():
-        shutil.rmtree(path)
+        shutil.rmtree(path.resolve())  # --out may be a link to another disk
     elif (selection / "manifest.json").is_file():
-        console.say(
-            f"the selection is finished and kept: {selection / 'selected.jsonl'} can be the data.train.files of other "
-            f"runs, and `{resume_command(path)}` continues after it, with another mesh, device or train.steps"
-        )
+        text = f"the selection is finished and kept: {selection / 'selected.jsonl'} can be other runs' data.train.files"
+        if isinstance(error, OutOfMemory) or re.search(r"\bmesh\b|train\.(device|steps)", str(error)):
+            text += f", and `{resume_command(path)}` continues after it, with another mesh, device or train.steps"
+        console.say(text)
 
 
 def remove_weights(path: Path) -> None:
@@ -314,14 +316,10 @@ def initial_adapter(
     if (path / INITIAL).is_dir():
         return InitialAdapter(folder=path / INITIAL)
     order = numpy_generator(recipe.train.seed, "init-rows").permutation(len(prepared.train))
-    calibration = Calibration(
-        rows=[prepared.train[int(i)] for i in order[: calibration_rows(recipe.adapter)]],
-        task=task,
-        pad_id=int(tokenizer().pad_token_id),
-        batch_size=recipe.train.batch_size,
-        precision=functools.partial(autocast, recipe.train, resolve_device(recipe.train.device)),
-    )
-    return InitialAdapter(rows=calibration)
+    rows = [prepared.train[int(i)] for i in order[: calibration_rows(recipe.adapter)]]
+    pad, size = int(tokenizer().pad_token_id), recipe.train.batch_size
+    precision = functools.partial(autocast, recipe.train, resolve_device(recipe.train.device))
+    return InitialAdapter(rows=Calibration(rows=rows, task=task, pad_id=pad, batch_size=size, precision=precision))
 
 
 def save_initial_adapter(path: Path, recipe: Recipe, engine: Engine, log: Callable[[str], None]) -> None:
@@ -381,7 +379,8 @@ def read_adapted_recipe(path: Path, overrides: Sequence[Branch] = (), *, other_r
     adapter. Arguments as of `resume_recipe`."""
     recipe = resolve_device_precision(resume_recipe(path, overrides, other_rows=other_rows).recipe)
     if (path / "scores.parquet").is_file():
-        raise UserError(f"{path} is a selection and has no adapter; `flatshift train warmup --select.from {path}` does")
+        command = shlex.join(["flatshift", "train", "warmup", "--select.from", str(path)])
+        raise UserError(f"{path} is a selection and has no adapter; `{command}` trains one")
     if not (path / "adapter").is_dir():
         raise UserError(f"{path} has no adapter yet; finish it with `{resume_command(path)}`")
     return recipe

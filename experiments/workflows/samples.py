@@ -19,15 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.special import softmax
 
 from flatshift.experiments.data.splits import read_label_record
 from flatshift.experiments.recipe.build import build_settings
-from flatshift.experiments.recipe.schema import Recipe, short_hash
+from flatshift.experiments.recipe.schema import short_hash
 from flatshift.experiments.recipe.tree import Branch, parse_file
 from flatshift.experiments.run.console import Console
-from flatshift.experiments.workflows.build import load_model
 from flatshift.experiments.workflows.evaluation_target import AdapterSwitcher, EvaluationTarget, resolve_subjects
+from flatshift.experiments.workflows.predict import Predictor
 from flatshift.experiments.workflows.run_parts import (
     check_generative,
     lock_new_output,
@@ -37,12 +36,11 @@ from flatshift.experiments.workflows.run_parts import (
 from flatshift.finetune.atomic import atomic_directory, write_json
 from flatshift.finetune.compute.numerics import cpu_threads, evaluation_mode
 from flatshift.finetune.data.config import Columns
-from flatshift.finetune.data.encoding import decode_answer, encode, get_end_token
+from flatshift.finetune.data.encoding import decode_answer, get_end_token
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.rows import Row, read_rows, require_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.bootstrap import ResampledMetric, ratio_statistic
-from flatshift.finetune.evaluate.evaluator import head_scores
 from flatshift.finetune.evaluate.generation import Decoding, continue_prompts
 from flatshift.finetune.evaluate.metrics import metric_functions
 from flatshift.finetune.evaluate.probes import (
@@ -91,12 +89,9 @@ class Sampling:
 
     def decoding(self) -> Decoding:
         """Return the decoding settings. Raises UserError for settings that contradict each other."""
-        try:
-            return Decoding(
-                max_new_tokens=self.max_new_tokens, temperature=self.temperature, top_p=self.top_p, seed=self.seed
-            )
-        except ValueError as error:
-            raise UserError(f"--samples: {error}") from None
+        return Decoding(
+            max_new_tokens=self.max_new_tokens, temperature=self.temperature, top_p=self.top_p, seed=self.seed
+        )
 
 
 _EVALUATION_SETTINGS = "programs", "unsafe_programs", "pass_at", "toxicity", "toxic"
@@ -149,7 +144,7 @@ def write_samples(
     saved: SavedSamples,
     inference: EvalBatching,
     *,
-    digest: str = "",
+    digest: str,
     console: Console | None = None,
 ) -> list[list[str]]:
     """Generate `sampling.samples` texts after each row's prompt, except those already in `saved`.
@@ -167,16 +162,11 @@ def write_samples(
     key = short_hash({"of": [name, digest], "settings": settings, "prompts": [question.ids for question in questions]})
     texts = saved.read(key)
     missing = [index for index in range(len(rows) * count) if index not in texts]
-    ends = {question.stop for question in questions} | {get_end_token(tokenizer)}
+    prompts, ends = [questions[index // count].ids for index in missing], {question.stop for question in questions}
+    end = [token for token in (*ends, get_end_token(tokenizer)) if token is not None]
+    options: dict[str, Any] = {"numbers": missing, "names": [rows[index // count].where for index in missing]}
     with (console or Console(quiet=True)).task("writing", len(rows) * count, "texts") as bar:
-        answers = continue_prompts(
-            model,
-            [questions[index // count].ids for index in missing],
-            sampling.decoding(),
-            inference,
-            numbers=missing,
-            end=[token for token in ends if token is not None],
-        )
+        answers = continue_prompts(model, prompts, sampling.decoding(), inference, end=end, **options)
         for position, answer in answers if missing else ():
             index, text = missing[position], decode_answer(tokenizer, answer.ids)
             texts[index] = text
@@ -237,38 +227,23 @@ def _get_test(row: Row) -> str:
     return test
 
 
-def _open_classifier(sampling: Sampling) -> tuple[Path, Recipe, tuple[str, ...]]:
+def _open_classifier(sampling: Sampling) -> Path:
     path = Path(str(sampling.toxicity))
     recipe = to_single_process(read_finished_recipe(path))
     names, _ = read_label_record(recipe, path)
     if not recipe.task.one_class or names is None or sampling.toxic not in names:
         known = "no classes" if names is None else f"the classes {', '.join(names)}"
         raise UserError(f"--toxicity: {path} has {known}, none of them {sampling.toxic!r}; name it with --toxic-label")
-    return path, recipe, tuple(names)
+    if recipe.task.squares:
+        raise UserError(f"--toxicity: {path} gives no probabilities (task.loss: squared); train one without that loss")
+    return path
 
 
 def _score_toxicity(sampling: Sampling, texts: Sequence[Sequence[str]]) -> list[list[float]]:
     """Return the classifier's probability of its toxic class for every text; 0 for an empty one."""
-    path, recipe, names = _open_classifier(sampling)
-    flat = [text for samples in texts for text in samples]
-    scores = np.zeros(len(flat))
-    rows = [Row({"text": t, "label": names[0]}, str(i), f"text {i}") for i, t in enumerate(flat) if t.strip()]
-    if rows:
-        engine, tokenizer = load_model(recipe, recipe.task, names, adapter=path / "adapter")
-        encoded = encode(
-            rows, task=recipe.task, tokenizer=tokenizer, max_length=recipe.train.max_length, label_names=names
-        )
-        with evaluation_mode(engine.eval_model):
-            _, logits = head_scores(
-                engine.eval_model,
-                encoded.examples,
-                EvalBatching.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=engine.device),
-                task=recipe.task,
-            )
-        probabilities = softmax(logits, axis=-1)
-        scores[[int(example.id) for example in encoded.examples]] = probabilities[:, names.index(sampling.toxic)]
-    remaining = iter(scores.tolist())
-    return [[next(remaining) for _ in samples] for samples in texts]
+    predictions = Predictor(_open_classifier(sampling))([text for each in texts for text in each if text.strip()])
+    scores = (prediction[f"p_{sampling.toxic}"] for prediction in predictions)
+    return [[next(scores) if text.strip() else 0.0 for text in samples] for samples in texts]
 
 
 def build_generation_records(name: str, rows: Sequence[Row], texts: Sequence[Sequence[str]]) -> list[Mapping[str, Any]]:
@@ -378,16 +353,13 @@ def _probe_model(
         results["association"] = measure_association(probe, keys, counts.nats)
     if sampling is None:
         return results, []
-    filled = [
-        text[:1].upper() + text[1:]
-        for prompt in probe.prompts
-        for words in probe.groups.values()
-        for text in (prompt.replace("{group}", word) for word in words)
-    ]
-    rows = [Row({"text": text}, str(i), f"prompt {i}") for i, text in enumerate(filled)]
+    words = [word for group in probe.groups.values() for word in group]
+    filled = [prompt.replace("{group}", word) for prompt in probe.prompts for word in words]
+    rows = [Row({"text": text[:1].upper() + text[1:]}, str(i), f"prompt {i}") for i, text in enumerate(filled)]
     texts = write_samples(
-        f"{subject.name} probe", model, tokenizer, rows, task, sampling, saved, inference, console=console
-    )
+        f"{subject.name} probe", model, tokenizer, rows, task, sampling, saved, inference, digest=subject.digest,
+        console=console,
+    )  # fmt: skip
     whole = [row.values["text"] + text for row, samples in zip(rows, texts, strict=True) for text in samples]
     results["cooccurrence"] = measure_cooccurrence(probe, whole)
     return results, build_generation_records(subject.name, rows, texts)

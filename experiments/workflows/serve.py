@@ -505,9 +505,7 @@ class RequestHandler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def _answer(self, value: dict[str, Any] | bytes | None, status: HTTPStatus = HTTPStatus.OK) -> None:
-        data = value if isinstance(value, bytes) else b""
-        if isinstance(value, dict):
-            data = json.dumps(value, ensure_ascii=False).encode()
+        data = json.dumps(value, ensure_ascii=False).encode() if isinstance(value, dict) else value or b""
         self._skip_body()
         self.send_response(status)
         if value is not None:
@@ -521,11 +519,8 @@ class RequestHandler(BaseHTTPRequestHandler):
 
     def _skip_body(self) -> None:
         """Read the rest of a body that nobody needs, so that the client reads the answer before the connection ends."""
-        if self._left > 8 * forms.MAX_BODY:
-            self.close_connection = True
-            self._left = 0
         while self._left:
-            data = self.rfile.read(min(self._left, 1 << 16))
+            data = b"" if self._left > 8 * forms.MAX_BODY else self.rfile.read(min(self._left, 1 << 16))
             self._left -= len(data)
             if not data:
                 self.close_connection = True

@@ -1,8 +1,9 @@
 """Sharpness of the minimum that a run ended in: `flatshift eval RUN_DIR --sharpness`.
 
 Measures the run's adapter on fixed rows of one split, in float32 arithmetic on the weights that the run trained with.
-Rows and directions depend on the measurement's seed alone, so runs on the same data and backbone are comparable. Writes
-`sharpness.json` and its charts, and rewrites the run's report.
+Directions depend on the measurement's seed alone, rows on it and on their number: runs on the same data and backbone
+are comparable if `batches` times `train.batch_size` is the same. Writes `sharpness.json` and its charts, and rewrites
+the run's report.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def measure_run_sharpness(
         name = "data" if data else chosen
         count = batches * recipe.train.batch_size
         order = numpy_generator(seed, "sharpness", "rows").permutation(len(examples))[:count]
-        rows = [examples[index] for index in sorted(order)]  # the same for every run on the same rows
+        rows = [examples[index] for index in sorted(order)]  # the same for every run that draws as many of them
         engine, tokenizer = load_model(recipe, recipe.task, prepared.label_names, adapter=path / "adapter")
         for module in engine.model.modules():  # half precision to float32 is exact; quantised weights stay
             if not (isinstance(module, nn.Linear) and is_quantised(module)):

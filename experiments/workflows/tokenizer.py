@@ -28,6 +28,7 @@ from flatshift.experiments.run.console import Console
 from flatshift.experiments.run.resumable_directory import open_resumable
 from flatshift.experiments.statistics.intervals import paired_test, t_interval
 from flatshift.experiments.workflows.run_parts import lock_new_output
+from flatshift.finetune.assets import backbone_directory
 from flatshift.finetune.atomic import atomic_directory, write_json
 from flatshift.finetune.data.config import Columns
 from flatshift.finetune.data.files import describe_files
@@ -57,7 +58,7 @@ def compare_tokenizers(
     data: Sequence[str],
     group_by: str | None = None,
     reference: str | None = None,
-    parallel: str = "id",
+    parallel: str | None = None,
     columns: Columns | None = None,
     out: Path | None = None,
     command: str = "",
@@ -68,8 +69,8 @@ def compare_tokenizers(
 
     names: backbones, directories with a tokenizer, or `tokenizer.json` files.
     group_by: a column of the rows, for example their language.
-    reference: the group that others are compared with, on rows with the same `parallel` column: tokens for the same
-    sentences.
+    reference: the group that others are compared with, on rows with the same `parallel` column (None: `id`): tokens for
+    the same sentences.
     out: a new directory for tokenizers.json and, by `page`, report.html; written completely or not at all.
     Returns the content of tokenizers.json.
     Raises UserError for a name without a tokenizer, a tokenizer without token offsets, and columns that rows lack.
@@ -78,10 +79,12 @@ def compare_tokenizers(
         raise UserError("tokenizer: name one at least, and texts with --data FILE")
     if reference is not None and group_by is None:
         raise UserError("--reference names a group; add --group-by COLUMN")
+    if parallel is not None and reference is None:
+        raise UserError("--parallel names the sentences that --reference compares; add that, or leave it out")
     with lock_new_output(out):
         tokenizers = {name: functools.partial(open_tokenizer, name) for name in names}
         rows = _read_texts(data, (columns or Columns()).text, group_by)
-        document = _tokenize_with_each(tokenizers, rows, group_by, reference, parallel, quiet)
+        document = _tokenize_with_each(tokenizers, rows, group_by, reference, parallel or "id", quiet)
         document |= {"data": list(data), "command": command}
         if out is not None:
             with atomic_directory(out) as temporary:
@@ -105,9 +108,9 @@ def open_tokenizer(name: str) -> Any:
     path = Path(name)
     try:
         with quiet_transformers():
-            if path.is_file():
+            if path.is_file() and path.suffix != ".gguf":
                 tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(path))
-            elif not path.is_dir() or (path / "config.json").is_file():
+            elif backbone_directory(name) or not path.is_dir() or (path / "config.json").is_file():
                 tokenizer = open_backbone(name).tokenizer
             elif (path / "vocab.json").is_file() and not (path / "tokenizer.json").is_file():
                 tokenizer = GPT2Tokenizer(vocab=str(path / "vocab.json"), merges=str(path / "merges.txt"))
@@ -187,6 +190,8 @@ def _parallel_rows(
         for i in indices:
             if (key := rows[i].record.get(parallel)) is not None:
                 repeated += keys[group].setdefault(str(key), i) != i
+    if not keys[reference]:
+        raise UserError(f"--parallel: no row of {reference!r} has a column {parallel!r}; name the one of the sentences")
     pairs, alone = {}, []
     for group, own in keys.items():
         both = sorted(own.keys() & keys[reference].keys())
@@ -283,7 +288,7 @@ def train_schemes(
         loaders = {str(scheme): functools.partial(tokenizers.__getitem__, scheme) for scheme in schemes}
         document = _tokenize_with_each(loaders, held_rows, group_by)
         cells: dict[str, dict[int, dict[str, Any]]] = {scheme: {} for scheme in schemes}
-        with console.task("small models", seeds * len(schemes), "models") as bar:
+        with console.task("small models", seeds * len(schemes), "models", brief=not seeds) as bar:
             for done, (seed, scheme) in enumerate(itertools.product(range(seeds), schemes), start=1):
                 file = work.state / f"{scheme}-{seed}.json"
                 if not file.is_file():

@@ -27,7 +27,6 @@ from flatshift.experiments.data.splits import (
     format_data_checks,
     prepare_data,
     prepare_warm_up_data,
-    read_splits,
     sample_split_warning,
 )
 from flatshift.experiments.recipe import Resolved, resume_recipe
@@ -38,8 +37,9 @@ from flatshift.experiments.recipe.schema import Recipe, warm_up_task
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console, Draw
 from flatshift.experiments.run.resumable_directory import open_resumable
+from flatshift.experiments.select.pool import drop_blank_texts
 from flatshift.experiments.select.select import select_into
-from flatshift.experiments.select.target import check_target, read_target, require_texts
+from flatshift.experiments.select.target import check_target, read_target
 from flatshift.experiments.workflows.build import (
     COLD,
     COLD_ROWS,
@@ -121,7 +121,10 @@ def train(
             resolved, recipe = counted, counted.recipe
             if prepared.mixture is not None:  # of one source its line before step 1 has both
                 notes.append(f"steps: {recipe.train.steps:,} ({resolved.origins['train.steps']})")
-        if recipe.train.patience is not None and not 0 < recipe.train.evaluation_interval < recipe.train.steps:
+        idle = [f"train.{name}" for name in ("patience", "best") if getattr(recipe.train, name) not in (None, "auto")]
+        if idle and not prepared.dev:
+            notes.append(f"{' and '.join(idle)} without effect: there are no dev rows (name data.dev.files)")
+        elif recipe.train.patience is not None and not 0 < recipe.train.evaluation_interval < recipe.train.steps:
             notes.append("train.patience stops nothing: dev rows are evaluated once, at the end (set train.eval_every)")
         check_strict_sources(recipe, prepared.train, prepared.mixture, seed=seed)
         check_memory(recipe, prepared.train)
@@ -142,9 +145,9 @@ def train(
         try:
             with with_resume_hint(out), run_context(recipe, run, console, world, draw=draw) as context:
                 return execute_parts(context, prepared)
-        except (ValueError, OutOfMemory):  # UserError is a ValueError
+        except (ValueError, OutOfMemory) as error:  # UserError is a ValueError
             if world.is_main:
-                discard_failed_run(out, console)
+                discard_failed_run(out, console, error)
             raise
 
 
@@ -296,7 +299,10 @@ def _select(context: RunContext) -> None:
                 select_into(recipe, work.directory, context.console, state=work.state)
             else:
                 copy_recorded_files(Path(finished), work.directory)
-                context.console.say(f"selection: {recipe.select.budget:,} records, taken over from {finished}")
+                made = read_json_object(work.directory / "manifest.json", "selection")["selection"]
+                readings = f" in {made['budget']:,} readings" if "distinct" in made else ""
+                records = made.get("distinct", made["budget"])
+                context.console.say(f"selection: {records:,} records{readings}, taken over from {finished}")
     context.world.wait()
 
 
@@ -312,22 +318,11 @@ def _warm_up(context: RunContext) -> Path:
         check_files(folder)
         columns, files = selection.columns, [str(folder / "selected.jsonl")]
     own = _read_own_texts(recipe, context.console) if warmup.own else ()
-    plan = StagePlan(
-        name=WARM_UP,
-        task=task,
-        prepared=prepare_warm_up_data(recipe, files, columns, task, own),
-        optimizer=dataclasses.replace(recipe.optimizer, lr=warmup.lr),
-        train=dataclasses.replace(
-            recipe.train,
-            steps=warmup.steps,
-            batch_size=warmup.batch_size,
-            accumulate=warmup.accumulate,
-            eval_every=0,
-            best="auto",
-            patience=None,
-            group=None if task.pack else recipe.train.group,
-        ),
-    )
+    prepared = prepare_warm_up_data(recipe, files, columns, task, own)
+    settings: dict[str, Any] = {name: getattr(warmup, name) for name in ("steps", "batch_size", "accumulate")}
+    settings["group"] = None if task.pack else recipe.train.group
+    train = dataclasses.replace(recipe.train, eval_every=0, best="auto", patience=None, **settings)
+    plan = StagePlan(WARM_UP, task, prepared, dataclasses.replace(recipe.optimizer, lr=warmup.lr), train)
     with open_stage(context, plan) as stage:
         if stage.trainer is not None:
             stage.result = stage.trainer.fit()
@@ -348,10 +343,13 @@ def _warm_up(context: RunContext) -> Path:
 
 
 def _read_own_texts(recipe: Recipe, console: Console) -> Sequence[Row]:
-    """Return the texts that a selection has as its target; no evaluation row is among them."""
-    if recipe.select is not None:
-        return read_target(recipe, console)[0].rows
-    return require_texts(read_splits(recipe).train, "warmup.own reads it; set data.columns.text")
+    """Return the texts that a selection has as its target, without blank ones; no evaluation row is among them."""
+    records, _ = read_target(recipe, console)
+    files = recipe.select.target.files if recipe.select is not None else ()
+    texts = drop_blank_texts(records, files or recipe.data.train.all_files, "target").rows
+    if blank := len(records.rows) - len(texts):
+        console.say(f"warm-up: {blank:,} blank texts of the target are left out")
+    return texts
 
 
 def _evaluate(context: RunContext, prepared: PreparedData, stage: OpenStage) -> dict[str, dict[str, Any]]:

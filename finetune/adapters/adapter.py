@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -306,7 +307,7 @@ def peft_tensor_name(name: str, layers: Mapping[str, Any]) -> str:
     wraps.
     """
     owner, _, leaf = name.rpartition(".")
-    if owner in layers:
+    if owner in layers and not leaf.startswith("lora_"):
         name = f"{owner}.base_layer.{leaf}"
     if name.endswith(".lora_magnitude_vector.weight"):
         name = name.removesuffix(".weight")
@@ -333,7 +334,8 @@ def _read_tensors(directory: str | Path) -> dict[str, torch.Tensor]:
         raise UserError(f"{directory}: no adapter here ({WEIGHTS} is missing)")
     try:
         own = load_file(file)
-        copies = {n.partition(".lora_embedding_A")[0] + ".base_layer.weight" for n in own}  # of embeddings
+        # PEFT's copies of frozen embeddings, of the output too
+        copies = {re.split(r"\.lora_embedding_A|(?<=\.lm_head)\.lora_A", n)[0] + ".base_layer.weight" for n in own}
         tensors = {canonical_name(n): tensor for n, tensor in own.items() if n not in copies}
         tensors = {soft_tokens.WEIGHT if n == soft_tokens.IN_FILE else n: tensor for n, tensor in tensors.items()}
         return tensors | read_projector(directory)

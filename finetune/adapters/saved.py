@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..models.backbone import Backbone
 
 SETTINGS = "adapter_config.json"
-_PLAIN = (True, False, "gaussian", "orthogonal", "eva")
+_PLAIN = (True, False, "gaussian", "orthogonal", "eva", "mica")
 """PEFT initialisations that leave the frozen weights equal to the backbone's files."""
 _UNREAD = (
     *("lora_bias", "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "kasa_config"),
@@ -74,10 +74,8 @@ class SavedAdapter:
                     raise UserError(
                         f"{context}: {file}: {key} has the pattern {shorten(pattern, 40)!r}; list the layers' names"
                     )
-        if settings.get("peft_type") != "LORA":
-            raise UserError(
-                f"{context}: {name} holds a {settings.get('peft_type')} adapter; only LoRA can be taken over"
-            )
+        if (kind := settings.get("peft_type")) != "LORA":
+            raise UserError(f"{context}: {name} holds a {kind} adapter; only LoRA can be taken over")
         alphas = settings.get("alpha_pattern") or {}
         values = [settings.get("lora_alpha", 8), *(alphas.values() if isinstance(alphas, dict) else [alphas])]
         if bad := [value for value in values if not isinstance(value, int | float)]:

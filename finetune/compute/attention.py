@@ -1,24 +1,19 @@
 """Attention based on what the host knows about the rows: flash attention for packed rows, masks without a device
 synchronisation, and blocked queries on a CPU. Any call outside of these cases computes exactly what `sdpa` does.
 
-**Packed rows.** Flash attention over samples of any length, where a CPU uses a dense mask of T² per row. torch ships
-the kernel (`torch.nn.attention.varlen`), so no package is needed. transformers passes a four-dimensional mask unchanged
-to every attention layer; here it is not a mask but the offsets where samples start, int32 (1, 1, L, N + 1) for N
-samples of at most L tokens in the concatenated rows of a micro-batch (a view; L is read off the shape, so no layer asks
-the device). `check_packing_isolation` measures whether a base model really keeps its samples apart this way, as for the
-dense mask, which transformers derives from the restarts of positions, provided that no mask and no cache is passed.
-Models that build their masks otherwise (recurrent ones, ALiBi) would leak silently.
+**Packed rows.** torch's flash attention over samples of any length (`torch.nn.attention.varlen`), where a CPU uses a
+dense mask of T² per row. transformers passes a four-dimensional mask unchanged to every attention layer; here it is the
+offsets where samples start, int32 (1, 1, L, N + 1) for N samples of at most L tokens in the concatenated rows of a
+micro-batch (a view; L is read off the shape, so no layer asks the device). `check_packing_isolation` measures whether a
+base model keeps its samples apart; those that build their masks otherwise (recurrent ones, ALiBi) would leak silently.
 
-**Masks.** transformers inspects every mask, and positions, for whether anything is masked and whether rows hold several
-samples; on a GPU each inspection synchronises. The host built the rows and knows. A causal model padded on the right
-needs no mask for the padding: no token sees later ones, and padding has no target tokens. So its attention is the
-kernel's own causal one, without a mask of T².
+**Masks.** transformers inspects every mask, and positions; on a GPU each inspection synchronises. The host built the
+rows and knows. A causal model padded on the right needs no mask for the padding, which has no target tokens.
 
-**Blocks of queries**, for evaluation on a CPU in bf16. torch's flash attention for CPUs calls two small matrix products
-for every row, head and block of queries. In bf16 such a call costs more than the product itself if heads are narrow.
-Here a block of queries attends to the keys up to its end, all rows and heads at once, by batched products of oneDNN:
-half to two thirds of the time for heads of 32 channels at 96 to 1,024 tokens, for T·`BLOCK` scores per row and head.
-Scores are rounded to bf16, as every other product of such a pass.
+**Blocks of queries**, for evaluation on a CPU in bf16, where torch's flash attention calls two small matrix products
+for every row, head and block of queries, which cost more to call than to compute if heads are narrow. Here a block of
+queries attends to the keys up to its end, all rows and heads at once: half to two thirds of the time for heads of 32
+channels at 96 to 1,024 tokens, for T·`BLOCK` scores per row and head, rounded to bf16.
 """
 
 from __future__ import annotations

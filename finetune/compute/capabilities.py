@@ -28,14 +28,11 @@ class Capabilities:
     short_products: True if bf16 attention over short rows uses batched products
         (`flatshift.finetune.compute.numerics.attention_kernel`).
     fused_optimizer: True if torch's AdamW updates all tensors in one pass.
-    pinned: True if host memory can be pinned, so that copies to the device are asynchronous.
-    pages: True if it can page host memory in, which paged optimizer states and offloaded shards need.
-    unread: steps whose loss and gradient norm may stay on the device before the host reads them all at once. A read
-        waits for all launched work; a CPU has none queued, so it reads every step.
+    pinned: True if host memory can be pinned: copies are asynchronous, and shards may be offloaded.
+    unread: steps whose loss and gradient norm may stay on the device before the host reads them all at once.
     reads_masks: True if a mask is inspected for whether it masks anything, so that attention can drop it: free on a
         CPU, a synchronisation on a GPU, where the host's knowledge of the rows is used instead.
-    judged_tokens: tokens of documents evaluated at once, if more would be slower: on a CPU activations leave the caches
-        (the shipped decoder on rows of 200 tokens: 8 at a time take .71 of the time of 32); None: any number.
+    judged_tokens: tokens of documents evaluated at once, if more leave a CPU's caches; None: any number.
     """
 
     kind: Literal["cpu", "cuda"]
@@ -44,18 +41,17 @@ class Capabilities:
     short_products: bool
     fused_optimizer: bool
     pinned: bool
-    pages: bool
     unread: int
     reads_masks: bool
     judged_tokens: int | None
 
 
 CPU = Capabilities(
-    kind="cpu", bf16=False, sums=torch.float64, short_products=True, fused_optimizer=True, pinned=False, pages=False,
+    kind="cpu", bf16=False, sums=torch.float64, short_products=True, fused_optimizer=True, pinned=False,
     unread=1, reads_masks=True, judged_tokens=2048,
 )  # fmt: skip
 CUDA = Capabilities(
-    kind="cuda", bf16=True, sums=torch.float32, short_products=False, fused_optimizer=True, pinned=True, pages=True,
+    kind="cuda", bf16=True, sums=torch.float32, short_products=False, fused_optimizer=True, pinned=True,
     unread=10, reads_masks=False, judged_tokens=None,
 )  # fmt: skip
 """Compute capability 9.0, as an H100's and an H200's; also used for any GPU since Ampere (8.0)."""

@@ -2,9 +2,8 @@
 
 Each element is dropped or kept by 16 bits of a hash of (seed, optimizer step, module, call, global row of the step's
 batch, token or head and query, feature or key): SplitMix64 as in `flatshift.regularizers.layers.signs`, one word for
-four neighbours of the last dim. So ranks that share tokens draw the same mask, ranks that split rows, tokens, heads or
-features each draw their part, and a recomputed block draws the same mask again. No generator is used. On a GPU the hash
-is compiled into one kernel: one by one its operations take longer to launch than a LoRA layer takes to compute.
+four neighbours of the last dim. So every rank draws its part of one mask, and a recomputed block the same again. On a
+GPU the hash is compiled into one kernel: its operations take longer to launch than a LoRA layer takes to compute.
 
 Models call dropout in modules, in functions and inside attention, and draw noise for their routers, so a `DropoutPass`
 intercepts these calls in a torch function mode; the module in the hash is the innermost one being called.

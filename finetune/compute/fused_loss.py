@@ -1,10 +1,8 @@
 """Choice of the kernel that computes the loss from the last hidden states on a CUDA device: our slices or another one.
 
 Liger's (2410.10989; extra `cuda`) and torch's own from 2.13 on fuse the head's product with the cross entropy, as ours
-does. The faster one depends on device, vocabulary and rows, and correctness depends on the version, so both are checked
-at the start of a stage on the rows of its first micro-batch: a kernel is chosen if its loss and gradient equal ours
-within rounding and it takes at most `GAIN` of our time. A resumed stage keeps its kernel. Never on a CPU, where ours is
-benchmarked against others (`benchmarks.train_step`).
+does. At the start of a stage a kernel is chosen if its loss and gradient on the first micro-batch equal ours within
+rounding and it takes at most `GAIN` of our time. A resumed stage keeps its kernel. Never on a CPU.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Training loss: a float32 sum over target tokens, which the loop divides by their count in the whole step.
 
-For language models the output head is the most expensive matrix product and its logits [B·T, V] the largest tensor. If
-the head is a plain frozen `nn.Linear` whose output is the model's, `linear_cross_entropy` computes both in slices and
-keeps only the gradient of the hidden states. The loss is then computed where the model calls its head, in the head's
-own forward, so that anything that gathers or frees its weights there (FSDP2) does so for the loss too. This is not
-guessed from the architecture: `find_head` runs one batch and compares, so models that do more to their logits than
-scale and soft-cap them (Granite, Cohere, Gemma 2) use their own forward pass.
+The logits [B·T, V] of a language model are its largest tensor. If the head is a plain frozen `nn.Linear` whose output
+is the model's, `linear_cross_entropy` computes them in slices and keeps only the gradient of the hidden states, in the
+head's own forward, so that what gathers or frees its weights there (FSDP2) does so for the loss too. `find_head` runs
+one batch and compares; models that do more to their logits than scale and soft-cap them use their own forward pass.
 
 A loss over whole answers (`task.traits.is_answer_level`) is not a sum over tokens: it combines log p of each row's
 answer and the base model's log p of it, which `add_reference` computes with the adapter off.
@@ -491,13 +489,7 @@ def _sliced_nll(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        smoothing: float,
-        cap: float | None,
+        ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, smoothing: float, cap: float | None
     ) -> Tensor:
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         wide = capabilities(hidden.device).sums

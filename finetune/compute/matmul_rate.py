@@ -1,8 +1,7 @@
 """Matrix-multiplication rates of this device, measured for `train.precision: auto` and for MFU.
 
 Two dtypes are compared on one thread by its own CPU time, which other processes on a busy machine do not change. Every
-rate is the best of a few short turns, and every measurement has a budget: a bf16 product on a CPU without bf16
-instructions may take a hundred times as long as one in float32.
+rate is the best of a few short turns within a budget: bf16 may take a hundred times as long as float32.
 """
 
 from __future__ import annotations

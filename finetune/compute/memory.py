@@ -98,7 +98,7 @@ def polling(sample: Callable[[], object], *, every: float) -> Iterator[None]:
         while not done.wait(every):
             sample()
 
-    thread = threading.Thread(target=poll, name="memory in use", daemon=True)
+    thread = threading.Thread(target=poll, daemon=True)
     thread.start()
     try:
         yield

@@ -3,13 +3,11 @@
     choice = resolve_precision(train, device, shape)   # fp32, bf16 or fp16, with its measurements in a line
     with autocast(train, device): ...
 
-On a CPU bf16 is between five times as fast as float32 (AMX) and a hundredth of it (AVX2, where torch multiplies element
-by element: pytorch#146508), and the instruction flags do not decide: AVX512 without BF16 is slower, too, and even
-AVX512_BF16 loses to float32 if the products' inputs must be converted. So `auto` times both.
+On a CPU bf16 is between five times as fast as float32 (AMX) and a hundredth of it (AVX2: pytorch#146508), and the
+instruction flags do not decide, so `auto` times both.
 
-`widen_on_use` is for machines whose memory cannot hold the float32 weights and whose bf16 products are slow: half the
-memory. A product's weight is widened for the product and dropped; the backward pass widens it again. Widening is exact,
-so the step equals that of a float32 base model with these (rounded) weights, up to the order of sums.
+`widen_on_use` is for machines whose memory cannot hold the float32 weights and whose bf16 products are slow. A weight
+is widened for its product and dropped, which is exact.
 """
 
 from __future__ import annotations

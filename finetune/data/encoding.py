@@ -47,12 +47,7 @@ class EncoderTask(Protocol):
 
 
 def encode(
-    rows: Iterable[Row],
-    *,
-    task: EncoderTask,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    **options: Any,
+    rows: Iterable[Row], *, task: EncoderTask, tokenizer: PreTrainedTokenizerBase, max_length: int, **options: Any
 ) -> EncodedRows:
     """Encode `rows` for `task` into rows of at most `max_length` tokens. Options:
 

@@ -93,6 +93,8 @@ class GenerationPrompt:
     ids: list[int]
     stop: int | None = None
     """Token that ends the answer, in addition to the end of sequence."""
+    where: str = ""
+    """Place of its row, file:line."""
     lead: str = ""
     """Text that a chat template writes between the prompt and the answer's own words, such as a space."""
 

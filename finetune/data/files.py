@@ -38,6 +38,8 @@ def expand_files(files: Sequence[str]) -> list[DataFile]:
     paths = [path for name in files for path in _expand_one(str(name))]
     keys: set[str] = set()
     for path in paths:
+        if has_lone_surrogate(str(path)):
+            raise UserError(f"{str(path)!a}: a file whose name is not valid UTF-8; rename it")
         key = str(path) if isinstance(path, RemoteFile) or str(path).startswith(HUB) else str(path.resolve())
         if key in keys:
             raise UserError(f"{path} is named twice in {', '.join(map(str, files))}; name it once")
@@ -72,9 +74,6 @@ def _expand_one(name: str) -> Sequence[DataFile]:
         matches = sorted(Path(match) for match in paths if Path(match).is_file())
         if not matches:
             raise UserError(f"{name}: no file matches this pattern")
-        for match in matches:
-            if has_lone_surrogate(str(match)):
-                raise UserError(f"{name}: matches a file whose name is not valid UTF-8 ({match.name!a}); rename it")
         documents = [match for match in matches if is_document_file(match)]
         if documents and len(documents) < len(matches):
             raise UserError(

@@ -18,6 +18,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -26,7 +27,7 @@ from ..errors import UserError, first_error_line, shorten
 from .remote import DataFile, RemoteFile
 
 JSONL = (".jsonl", ".ndjson", ".json")
-DELIMITERS = {".csv": ",", ".tsv": "\t"}
+DELIMITED = (".csv", ".tsv")
 TEXTS = (".txt", ".md")
 COMPRESSIONS = (".gz", ".xz", ".zst")
 SUPPORTED = (
@@ -77,8 +78,8 @@ def iter_records(path: DataFile) -> Iterator[FileRecord]:
         return _read_dataset(path)
     if kind == ".parquet":
         return _read_parquet(path)
-    if kind in DELIMITERS:
-        return _read_csv(path, DELIMITERS[kind])
+    if kind in DELIMITED:
+        return _read_csv(path, kind)
     if kind in TEXTS:
         return _read_document(path)
     return _read_json_array(path) if _is_json_array(path, kind) else _read_jsonl(path)
@@ -108,7 +109,7 @@ def split_suffix(path: DataFile) -> tuple[str, str]:
     suffixes = [suffix.lower() for suffix in path.suffixes]
     compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ""
     kind = suffixes[-1] if suffixes else ""
-    if kind not in (*JSONL, *TEXTS, *DELIMITERS) and (kind != ".parquet" or compression):
+    if kind not in (*JSONL, *TEXTS, *DELIMITED) and (kind != ".parquet" or compression):
         raise UserError(f"{path}: unknown format {(kind + compression) or 'without a suffix'!r}; known are {SUPPORTED}")
     return kind, compression
 
@@ -246,8 +247,10 @@ def _read_jsonl(path: DataFile) -> Iterator[FileRecord]:
         except UnicodeDecodeError as error:
             problem = f"not valid UTF-8 (byte {error.start + 1} of the line)"
         except json.JSONDecodeError as error:
-            if number == 0 and line.lstrip().startswith(b"["):
-                raise UserError(f"{path}:1: a JSON array; name the file .json, or write one object a line") from error
+            start = line.strip() if number == 0 else b""
+            if start == b"{" or start.startswith(b"["):
+                kind = "object over several lines;" if start == b"{" else "array; name the file .json, or"
+                raise UserError(f"{path}:1: a JSON {kind} write one object a line") from error
             problem = f"not valid JSON ({error.msg} at column {error.colno})"
         except RecursionError:
             problem = _TOO_DEEP
@@ -408,11 +411,18 @@ def _describe_json(value: Any) -> str:
     return f"a JSON {names.get(type(value), 'null')}, not an object with columns"
 
 
-def _read_csv(path: DataFile, delimiter: str) -> Iterator[FileRecord]:
+def _find_delimiter(header: str) -> str:
+    """Return what separates a header: a comma, else a semicolon, as many spreadsheets write, else a tab."""
+    return next((mark for mark in ",;\t" if mark in re.sub('"[^"]*"', "", header)), ",")
+
+
+def _read_csv(path: DataFile, kind: str) -> Iterator[FileRecord]:
     # Undecodable bytes become lone surrogates, so that one bad record does not end the file.
-    text = (line.decode("utf-8", errors="surrogateescape") for line in _read_lines(path))
+    lines, ahead = itertools.tee(line.decode("utf-8", errors="surrogateescape") for line in _read_lines(path))
+    delimiter = "\t" if kind == ".tsv" else _find_delimiter(next(filter(str.strip, ahead), ""))
+    del ahead  # `tee` would keep the whole file for it
     csv.field_size_limit(LONGEST_LINE)  # the csv module's default of 128 KiB is too small for documents
-    reader = csv.reader(text, delimiter=delimiter, strict=True)
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
     header: list[str] | None = None
     ordinal = 0
     while True:
@@ -430,9 +440,6 @@ def _read_csv(path: DataFile, delimiter: str) -> Iterator[FileRecord]:
         if not fields:
             continue
         if header is None:
-            if len(fields) == 1 and delimiter == "," and ";" in fields[0] and reader.line_num == 1:
-                yield from _read_csv(path, ";")  # separated by semicolons, as spreadsheets write in many locales
-                return
             header = fields
             _check_unique_columns(header, f"{path}:{line_number}: the header")
             continue
@@ -511,14 +518,17 @@ def _check_unique_columns(names: Sequence[str], context: str) -> None:
 
 
 def _build_arrow_record(ordinal: int, values: dict[str, Any]) -> FileRecord:
-    """Return a record without the null-valued keys of objects in its lists (turns, tools).
+    """Return a record with decimals as plain numbers, and without the null-valued keys of objects in its lists (turns,
+    tools).
 
     Arrow gives every object of a column the keys of all others, so an argument of one tool appears, as null, in the
     calls of all tools. Original nulls cannot be distinguished from these.
     """
     nulls = 0
     for name, value in values.items():
-        if isinstance(value, list) and isinstance(next((item for item in value if item is not None), None), dict):
+        if isinstance(value, Decimal):
+            values[name] = int(value) if value == value.to_integral_value() else float(value)
+        elif isinstance(value, list) and isinstance(next((item for item in value if item is not None), None), dict):
             values[name], removed = _remove_nulls(value)
             # null keys of a turn itself (`tool_calls`, `name`) are expected, so they are not counted
             nulls += removed - sum(field is None for item in value if item is not None for field in item.values())

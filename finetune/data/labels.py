@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UserError
+from ..errors import UserError, shorten
 from .rows import Row, canonical_label, missing_column_message
 
 if TYPE_CHECKING:
@@ -39,16 +39,15 @@ def read_number(value: Any) -> float:
     else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(f"is a {type(value).__name__}, not a number")
-    text = repr(value)
-    text = text if len(text) <= 40 else text[:39] + "…"
+    text = shorten(repr(value), 40)
     try:
         if isinstance(value, str) and "_" in value:
             raise ValueError
         number = float(value)
     except (ValueError, OverflowError):
         raise ValueError(f"is {text}, not a number") from None
-    if not math.isfinite(number):
-        raise ValueError(f"is {text}, not a finite number")
+    if not abs(number) < 1e38:  # float32, in which a head answers, ends a little later
+        raise ValueError(f"is {text}, not a finite number below 1e38")
     return number
 
 
@@ -149,7 +148,7 @@ def fit_units(targets: Sequence[float], layer: OutputLayer | None) -> Units:
     Standardised targets have mean 0 and standard deviation 1 or, without a bias, root mean square 1. Constant targets
     keep their scale.
     """
-    mean = math.fsum(targets) / len(targets)
+    mean = min(max(math.fsum(targets) / len(targets), min(targets)), max(targets))  # rounding may leave this range
     if layer is None:
         return Units(mean)
     offset = mean if layer.bias else 0.0

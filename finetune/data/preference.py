@@ -25,7 +25,7 @@ from .encoding import (
     minimum_known,
 )
 from .example import IGNORE, EncodedRows, Example
-from .rows import Row, missing_column_message, split_shared_prompt
+from .rows import Row, missing_column_message, parse_turns, split_shared_prompt
 from .template import Template, fit_completion
 
 if TYPE_CHECKING:
@@ -63,8 +63,7 @@ def build_conversation(row: Row, answer: Any, opposite: Any = None) -> list[Any]
     opposite: the other answer; turns that both have in common are the prompt's. Raises ValueError for an answer with
     several turns, or none.
     """
-    prompt = row.values.get("prompt")
-    turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    turns = parse_turns(row.values.get("prompt"), "user")
     if isinstance(answer, str):
         return [*turns, {"role": "assistant", "content": answer}]
     answer = [answer] if isinstance(answer, dict) else answer
@@ -166,7 +165,8 @@ class PreferenceEncoder:
         for row in rows:
             try:
                 answers, desirable = read_answers(row.values, single=self.task.is_unpaired)
-                lists = [name for name in ("prompt", CHOSEN, REJECTED) if isinstance(row.values.get(name), list)]
+                names = ("prompt", *((CHOSEN, REJECTED) if desirable is None else ("completion",)))
+                lists = [name for name in names if isinstance(row.values.get(name), list)]
                 if lists:
                     raise ValueError(f"column {lists[0]!r} holds turns of a conversation; set task.chat: true")
                 if is_blank(row, prompt.columns):
@@ -249,22 +249,19 @@ class PreferenceEncoder:
             pairs = [(f"{place}: ", reason) for place in places for reason in encoded.skipped]
             reasons = [reason.removeprefix(start) for start, reason in pairs if reason.startswith(start)]
             examples = [by_place[place] for place in places if place in by_place]
-            if not reasons and len(examples) < len(places):  # an answer begins far beyond
-                reasons = [self._nothing_left]
-            results.append(reasons[0] if reasons else self._truncate(row, examples, desirable))
+            results.append(reasons[0] if reasons else self._truncate(row, examples, len(places), desirable))
         return results
 
-    @property
-    def _nothing_left(self) -> str:
-        return f"train.max_length = {self.max_length} tokens leave nothing of an answer"
-
-    def _truncate(self, row: Row, conversations: Sequence[Example], desirable: bool | None) -> _Result:
+    def _truncate(self, row: Row, conversations: Sequence[Example], count: int, desirable: bool | None) -> _Result:
+        """Return the example of `count` conversations; one whose answer begins far beyond the limit is not there."""
         limit = self.max_length
         whole = [(each.input_ids, each.labels) for each in conversations if isinstance(each.labels, list)]
         sides: list[Ids] = [(ids[:limit], labels[:limit]) for ids, labels in whole]
-        if any(labels.count(IGNORE) == len(labels) for _, labels in sides):
-            return self._nothing_left
-        needs = max(len(ids) for ids, _ in whole)
+        needs = max((len(ids) for ids, _ in whole), default=limit + 1)
+        if len(sides) < count or any(labels.count(IGNORE) == len(labels) for _, labels in sides):
+            if self.overlong is None:
+                return f"train.max_length = {limit} tokens leave nothing of an answer"
+            return _build_example(row, [([], [])] * count, 0, desirable), Truncation(max(needs, limit + 1), True)
         beyond = any(label != IGNORE for _, labels in whole for label in labels[limit:])
         truncation = Truncation(needs, needs > limit, answer=beyond)
         return _build_example(row, sides, conversations[0].bytes, desirable), truncation

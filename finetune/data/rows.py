@@ -38,9 +38,9 @@ _BREAK = " records before that were read"
 
 FORMS = {
     "ShareGPT": ("conversations", "system"),
-    "Alpaca": ("instruction", "input", "output", "system", "history"),
+    "Alpaca": ("instruction", "input", "context", "output", "system", "history"),
     "TRL": ("prompt", "completion", "system"),
-    "Dolly": ("instruction", "context", "response", "system"),
+    "Dolly": ("instruction", "input", "context", "response", "system"),
     "question and answer": ("question", "answer", "system"),
     "input and output": ("input", "output", "system"),
 }
@@ -62,6 +62,8 @@ TURNS_WITH_LABEL = "turns with a label"
 """Form of single answers that are the last turn of a conversation."""
 SHARED = "what both answers begin with"
 """Form of pairs without a prompt column."""
+_ANSWERED = ("prompt", "messages", "conversations", "chosen", "rejected", "completion")
+"""Columns of preferences that may hold turns."""
 
 
 def form_columns(form: str, *, turns: bool) -> tuple[str, ...]:
@@ -135,6 +137,7 @@ def read_rows(
     `text2`.
 
     columns: names of the record's columns for `text`, `text2`, `label`, `messages`, `tools`, `system` and `id`.
+    With the `id` "\\0" all ids are automatic, and a column `id` is one of the others.
     required: canonical or other column names that every row must have.
     bad_rows: refuse the first bad row, or skip them all. If one of several files breaks off, its rest then counts as
         one bad row after the readable records; a single file is refused.
@@ -179,7 +182,7 @@ def read_rows(
                 if skipped is not None:
                     skipped.append(problem)
                 continue
-            given_id = values.get("id")
+            given_id = values.get("id") if "id" in mapper.names else None
             name = given_id or f"{file_index}-{record.line}"
             if given_id is None:
                 automatic_ids.add(file_index, record.line)
@@ -225,7 +228,7 @@ class _ColumnMapper:
         self.files = "FILE"
         """The files as words of a command line, for messages."""
         names = ("text", "text2", "label", "messages", "tools", "system", "id")
-        self.names = {name: getattr(columns, name) for name in names}
+        self.names = {name: own for name in names if (own := getattr(columns, name)) != "\0"}
         self.converts_turns = "messages" in required and self.names["messages"] == _DEFAULT.messages
         self.form, self._first_row = "", True
 
@@ -239,7 +242,7 @@ class _ColumnMapper:
         for name, own in self.names.items():
             value = record.values.get(own) if turns is None or name != "messages" else turns
             if name == "id":
-                value = _read_id(value, own)
+                value = read_id(value, own)
             elif value is not None:
                 value = self._check(name, own, value)
             elif name in self.required:
@@ -249,6 +252,8 @@ class _ColumnMapper:
             else:
                 values[name] = value
         if "prompt" in self.required:
+            if isinstance(values.get("label"), bool) or None not in (values.get("chosen"), values.get("rejected")):
+                values |= {name: _parse_json_turns(values[name]) for name in _ANSWERED if name in values}
             values |= self._convert_turns_with_label(record.values, values) or self._convert_prompt(values)
         for name in self.required:
             if values.get(name) is None:
@@ -275,15 +280,10 @@ class _ColumnMapper:
             raise ValueError(f"columns {' and '.join(map(repr, names))} may each be the conversation; {fix}")
         form = "" if own else forms[0]
         self._check_form(form, {name: column for name, (column, *_) in FORMS.items()} | {"": "messages"})
-        if form == "Alpaca":
-            return _convert_alpaca(record)
-        if form == "TRL":
-            return _convert_prompt_completion(record)
-        if form == "Dolly":
-            question = "\n\n".join(_get_texts(record, ["instruction", "context"]))
-            return _build_turns(question, record.get("response"))
-        if form in TWO_TURNS:
-            return _build_turns(*(record.get(name) for name in FORMS[form][:2]))
+        if form in ("Alpaca", "Dolly"):
+            return _convert_instruction(record, "output" if form == "Alpaca" else "response")
+        if form in ("TRL", *TWO_TURNS):
+            return _convert_prompt_completion(*(record.get(name) for name in FORMS[form][:2]))
         return record["conversations"] if form else None
 
     def _check_form(self, form: str, columns: Mapping[str, str]) -> None:
@@ -396,13 +396,13 @@ class _ColumnMapper:
         return missing_column_message(own, record, f"{self.setting}.{name}" if name in self.names else None)
 
 
-def _convert_alpaca(record: dict[str, Any]) -> list[dict[str, str]]:
-    """Return the turns of `instruction[, input][, output][, history]`. An input is appended to its instruction after
-    a blank line; earlier turns are pairs of user and assistant; without an output, the last user turn waits for an
-    answer."""
-    question = "\n\n".join(_get_texts(record, ["instruction", "input"]))
-    _get_texts(record, ["output"])
-    turns = [*_parse_history(record.get("history")), ("user", question), ("assistant", record.get("output"))]
+def _convert_instruction(record: dict[str, Any], answer: str) -> list[dict[str, str]]:
+    """Return the turns of `instruction[, input][, context][, history]` and the column of the answer. Input and context
+    are appended to the instruction after blank lines; earlier turns are pairs of user and assistant; without an answer,
+    the last user turn waits for it."""
+    question = "\n\n".join(_get_texts(record, ["instruction", "input", "context"]))
+    _get_texts(record, [answer])
+    turns = [*_parse_history(record.get("history")), ("user", question), ("assistant", record.get(answer))]
     return [{"role": role, "content": text} for role, text in turns if text or (role == "assistant" and text == "")]
 
 
@@ -418,15 +418,6 @@ def _parse_history(value: Any) -> list[tuple[str, str]]:
     return [turn for question, answer in pairs for turn in (("user", question), ("assistant", answer))]
 
 
-def _build_turns(question: Any, answer: Any) -> list[dict[str, Any]]:
-    """Return the turns of a user and an assistant; without an answer the first alone."""
-    turns = [{"role": "user", "content": question}]
-    return turns if answer is None else [*turns, {"role": "assistant", "content": answer}]
-
-
-_LONGEST_FILES = 60
-
-
 def _format_files(files: Sequence[str]) -> str:
     """Return files as a command line in this directory names them; FILE for what an error message has no room for."""
     here = Path.cwd()
@@ -435,7 +426,7 @@ def _format_files(files: Sequence[str]) -> str:
         str(path.relative_to(here) if path.is_relative_to(here) else name)
         for path, name in zip(paths, files, strict=True)
     )
-    return words if len(words) <= _LONGEST_FILES else "FILE"
+    return words if len(words) <= 60 else "FILE"
 
 
 def _suggest_templates(record: Mapping[str, Any]) -> str:
@@ -449,21 +440,29 @@ def _suggest_templates(record: Mapping[str, Any]) -> str:
     return f"--task.prompt '{{{names[0]}}}\\n' --task.completion '{{{names[-1]}}}'"
 
 
-def _convert_prompt_completion(record: dict[str, Any]) -> list[Any]:
-    """Return the turns of `prompt[, completion]`, each a text or a list of turns (also as JSON text). Turns of the
-    prompt are not trained on."""
-    prompt = _parse_turns(record.get("prompt"), "user")
-    answer = _parse_turns(record.get("completion"), "assistant")
-    return [*({**turn, "weight": 0} if _is_answer(turn) else turn for turn in prompt), *answer]
+def _convert_prompt_completion(prompt: Any, completion: Any) -> list[Any]:
+    """Return the turns of a prompt and its completion, if any, each a text or a list of turns (also as JSON text).
+    Turns of the prompt are not trained on."""
+    turns = ({**turn, "weight": 0} if _is_answer(turn) else turn for turn in parse_turns(prompt, "user"))
+    return [*turns, *parse_turns(completion, "assistant")]
 
 
-def _parse_turns(value: Any, role: str) -> list[Any]:
-    if isinstance(value, str) and value.lstrip().startswith("[{"):
-        with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(value)
+def parse_turns(value: Any, role: str) -> list[Any]:
+    """Return a list of turns, also as JSON text, as it is; a text or number as one turn of `role`; None as no turn."""
+    value = _parse_json_turns(value)
     if value is None or isinstance(value, list):
         return value or []
-    return [{"role": role, "content": value}]
+    return [{"role": role, "content": canonical_label(value) if isinstance(value, int | float) else value}]
+
+
+def _parse_json_turns(value: Any) -> Any:
+    """Return the list of turns that JSON text holds; any other value, such as an answer in JSON, unchanged."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with contextlib.suppress(ValueError, RecursionError):
+            turns = json.loads(value)
+            if turns and all(isinstance(turn, dict) and turn.keys() & {"role", "from"} for turn in turns):
+                return turns
+    return value
 
 
 def _is_answer(turn: Any) -> bool:
@@ -511,7 +510,8 @@ def read_canonical_values(
     return _ColumnMapper(columns, required, "data.columns", canonical_label).values(FileRecord(0, 0, record))
 
 
-def _read_id(value: Any, own: str) -> str | None:
+def read_id(value: Any, own: str) -> str | None:
+    """Return the id that is read from a `value` of the column `own`, None for none. Raises ValueError."""
     if value is None or value == "":
         return None
     if isinstance(value, (str, int)) and not isinstance(value, bool):
@@ -563,18 +563,18 @@ def require_rows(rows: Iterable[Row], *, files: Sequence[str], purpose: str, ski
     raise UserError(f"no {purpose} rows: {names} is empty")
 
 
-def limit_rows(rows: Sequence[_Any], limit: int | None, *, seed: int) -> list[_Any]:
+def limit_rows(rows: Sequence[_Any], limit: int | None, *, seed: int, setting: str = "limit") -> list[_Any]:
     """Return the first `limit` rows of a shuffle keyed by `seed`, in their original order; None returns all.
 
-    With the same rows and seed, a larger limit contains every smaller one. Raises UserError for a limit below one, or
-    above the number of rows.
+    With the same rows and seed, a larger limit contains every smaller one. setting: its key, for messages. Raises
+    UserError for a limit below one, or above the number of rows.
     """
     if limit is None:
         return list(rows)
     if limit < 1:
-        raise UserError(f"limit: {limit} rows cannot be used; give at least 1, or null for all")
+        raise UserError(f"{setting}: {limit} rows cannot be used; give at least 1, or null for all")
     if limit > len(rows):
-        raise UserError(f"limit: {limit} is above the {len(rows)} rows there are; ask for at most {len(rows)}")
+        raise UserError(f"{setting}: {limit} is above the {len(rows)} rows there are; ask for at most {len(rows)}")
     order = numpy_generator(seed, "limit").permutation(len(rows))
     return [rows[i] for i in sorted(order[:limit].tolist())]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import UserError
-from .rows import Row, canonical_label, missing_column_message
+from .rows import PAIRS, Row, canonical_label, missing_column_message
 
 
 class Template:
@@ -46,7 +46,8 @@ class Template:
         except UnicodeEncodeError:
             raise ValueError(f"column {name!r} has half of a surrogate pair, which is not text") from None
         except ValueError as error:
-            raise ValueError(f"column {name!r} {error}") from None
+            own = dict(zip(("prompt", "completion"), PAIRS.get(row.form, ()), strict=False)).get(name, name)
+            raise ValueError(f"column {own!r} {error}") from None
         return text
 
 

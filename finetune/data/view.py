@@ -18,7 +18,7 @@ import mmap
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, overload
 
@@ -78,8 +78,7 @@ def _batch_rows(rows: Iterable[Row], columns: Columns, domain_column: str) -> It
     characters = 0
     for row in rows:
         text = row.values["text"]
-        domain = row.values.get(domain_column)
-        domain = None if domain is None else str(domain)
+        domain = read_domain(row.values.get(domain_column))
         if domain is not None and not domain.isascii():
             try:
                 domain.encode("utf-8")
@@ -94,6 +93,18 @@ def _batch_rows(rows: Iterable[Row], columns: Columns, domain_column: str) -> It
             batch, characters = [], 0
     if batch:
         yield [list(column) for column in zip(*batch, strict=True)]
+
+
+def set_aside(record: dict[str, Any], keys: Iterable[str], reserved: Iterable[str]) -> None:
+    """Move these keys of a record under `source`, or `source_2` and so on where it has that or that is reserved."""
+    if moved := {key: record.pop(key) for key in sorted(keys)}:
+        taken = {*record, *reserved}
+        record[next(name for n in count(1) if (name := f"source_{n}" if n > 1 else "source") not in taken)] = moved
+
+
+def read_domain(value: Any) -> str | None:
+    """Return the domain that is read from a column's `value`; an empty cell is none."""
+    return None if value is None or value == "" else str(value)
 
 
 class RowStore:
@@ -155,20 +166,17 @@ class RowStore:
 
     def is_empty(self, column: str) -> bool:
         """Return True if no row has a value in this column."""
-        return all(
-            (values := self._column(number, batch, column)).null_count == len(values)
-            for number in range(len(self._starts) - 1)
-            for batch in range(len(self._file(number).starts) - 1)
-        )
+        return all(values.null_count == len(values) for values in self._iter_batches(column))
 
     def indices(self) -> np.ndarray:
         """Return the whole column `index`, (N,) int64."""
-        parts = (
-            self._column(number, batch, "index").to_numpy()
-            for number in range(len(self._starts) - 1)
-            for batch in range(len(self._file(number).starts) - 1)
-        )
+        parts = (values.to_numpy() for values in self._iter_batches("index"))
         return np.concatenate([np.empty(0, np.int64), *parts])
+
+    def _iter_batches(self, name: str) -> Iterator[Any]:
+        for number in range(len(self._starts) - 1):
+            for batch in range(len(self._file(number).starts) - 1):
+                yield self._column(number, batch, name)
 
     def _column(self, number: int, batch: int, name: str) -> Any:
         """Return a column of a file's batch as an Arrow array; `index` counts from the first record of all files."""
@@ -297,8 +305,8 @@ class RowView(_StoredSequence[Row]):
         """Replace each row by pieces of its text; `spans` has an entry for every row in order, None for a whole row.
 
         A piece is a row with the id `<id>#<k>`, k from 0, and the columns `source_id` (of the record in the file),
-        `start` and `end` (characters of that record's text). An empty entry drops its row. Raises UserError if a piece
-        gets the id of another row.
+        `start` and `end` (characters of that record's text); its own values of that name move under `source`. An empty
+        entry drops its row. Raises UserError if a piece gets the id of another row.
         """
         parts: list[np.ndarray] = []  # rows (n, 4): number of the row, start and end in the stored text, piece
         batch: list[tuple[int, int, int, int]] = []
@@ -367,6 +375,7 @@ class RowView(_StoredSequence[Row]):
             values = read_canonical_values(record, columns)
             if low >= 0:
                 piece = {"source_id": source, "start": low, "end": high}
+                set_aside(record, piece.keys() & record.keys(), (columns.id,))
                 record |= piece
                 values |= {**piece, "id": name}
             out.append(Row(values, name, where, record, index))

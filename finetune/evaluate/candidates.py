@@ -24,13 +24,14 @@ from torch import Tensor
 
 from ..compute.loss import Head, find_head, head_probe
 from ..compute.protocols import LossTask
-from ..data.encoding import iter_chunks
 from ..data.eval_batching import ALONE, EvalBatching
 from ..models.anatomy import cache_argument, output_cache
 from .generation import pad_rows
 
 _LOGITS = 1 << 26
 """Maximum number of logits in memory at once (one item is always allowed): 256 MiB in float32."""
+_FULL = 1024
+"""Tokens of a text up to which a batch has all its rows; of longer ones it has fewer, for the same memory."""
 _WORTH = 16
 """Minimum number of shared tokens whose keys and values are cached for all items."""
 
@@ -149,25 +150,21 @@ def _shared_length(item: Sequence[Candidate]) -> int:
 def _item_batches(
     order: list[int], items: Sequence[Sequence[Candidate]], model: Any, inference: EvalBatching, head: Head | None
 ) -> list[list[int]]:
-    if head is not None:
-        return list(iter_chunks(order, inference.batch_size))
     vocabulary, batches, start = int(model.config.get_text_config().vocab_size), [], 0
     while start < len(order):
         item = items[order[start]]
-        longest = max(len(one.ids) for one in item) - _shared_length(item)
-        rows = max(1, min(inference.batch_size, _LOGITS // (len(item) * longest * vocabulary)))
+        longest = max(len(one.ids) for one in item)
+        rows = inference.batch_size * _FULL // longest
+        if head is None:
+            rows = min(rows, _LOGITS // (len(item) * (longest - _shared_length(item)) * vocabulary))
+        rows = max(1, min(inference.batch_size, rows))
         batches.append(order[start : start + rows])
         start += rows
     return batches
 
 
 def _score_after_prefix(
-    model: Any,
-    items: Sequence[Sequence[Candidate]],
-    cache: Any,
-    size: int,
-    inference: EvalBatching,
-    head: Head | None,
+    model: Any, items: Sequence[Sequence[Candidate]], cache: Any, size: int, inference: EvalBatching, head: Head | None
 ) -> list[list[NDArray[np.float64]]]:
     """Score items after `size` shared tokens, which `cache` holds: own words (B, M), then candidates (B·K, C)."""
     owns = [_shared_length(item) for item in items]

@@ -64,15 +64,10 @@ def evaluate(
     if not examples:
         raise UserError("there is nothing to evaluate: the split has no examples")
     evaluator = Evaluator(
-        model,
-        tokenizer,
-        task,
-        inference or EvalBatching.of(tokenizer, batch_size=config.batch_size),
-        {"resamples": config.bootstrap, "confidence": config.confidence, "seed": seed},
-        label_names,
-        {} if figures is None else figures,
-        {} if columns is None else columns,
-    )
+        model, tokenizer, task, inference or EvalBatching.of(tokenizer, batch_size=config.batch_size),
+        {"resamples": config.bootstrap, "confidence": config.confidence, "seed": seed}, label_names,
+        {} if figures is None else figures, {} if columns is None else columns,
+    )  # fmt: skip
     with evaluation_mode(model):
         return task.evaluate(evaluator, examples)
 
@@ -211,15 +206,10 @@ class Evaluator:
         rows = [i for i, example in enumerate(examples) if example.answer is not None]
         if not rows:
             return {}
-        answers = generate_answers(
-            self.model,
-            self.tokenizer,
-            [examples[i] for i in rows],
-            self.inference,
-            max_new_tokens=self.task.max_new_tokens,
-            num_beams=self.task.num_beams or 1,
-        )
-        references = [examples[i].answer or "" for i in rows]
+        asked = [examples[i] for i in rows]
+        limits = {"max_new_tokens": self.task.max_new_tokens, "num_beams": self.task.num_beams or 1}
+        answers = generate_answers(self.model, self.tokenizer, asked, self.inference, **limits)
+        references = [example.answer or "" for example in asked]
         for column, texts in (("reference", references), ("answer", answers)):
             by_row = dict(zip(rows, texts, strict=True))
             self.columns[column] = [by_row.get(row) for row in range(len(examples))]

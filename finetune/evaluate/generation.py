@@ -56,15 +56,19 @@ class Decoding:
     """Beams of the beam search; the likeliest complete answer is kept."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, max_new_tokens=(1, None), temperature=(0, None), num_beams=(1, None), top_k=(1, None))
-        check_bounds(self, top_p=(0, 1), seed=(0, 2**63 - 1))
+        """Raise UserError for settings out of range, and for those that contradict each other."""
+        try:
+            check_bounds(self, max_new_tokens=(1, None), temperature=(0, None), num_beams=(1, None), top_k=(1, None))
+            check_bounds(self, top_p=(0, 1), seed=(0, 2**63 - 1))
+        except ValueError as error:
+            raise UserError(f"decoding: {error}") from None
         if 0 < self.temperature < _COLDEST:
-            raise ValueError(f"temperature must be 0, for no draw, or at least {_COLDEST}, got {self.temperature}")
+            raise UserError(f"temperature must be 0, for no draw, or at least {_COLDEST}, got {self.temperature}")
         if self.temperature == 0 and (self.top_p is not None or self.top_k is not None):
             name = "top_p" if self.top_p is not None else "top_k"
-            raise ValueError(f"{name} limits draws, and there are none at temperature 0; set temperature, or leave it")
+            raise UserError(f"{name} limits draws, and there are none at temperature 0; set temperature, or leave it")
         if self.temperature > 0 and self.num_beams > 1:
-            raise ValueError("num_beams follows the likeliest answers and draws none; leave temperature at 0")
+            raise UserError("num_beams follows the likeliest answers and draws none; leave temperature at 0")
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,7 @@ def continue_prompts(
     decoder_start: int | None = None,
     numbers: Sequence[int] | None = None,
     on_token: Callable[[int, int], bool] | None = None,
+    names: Sequence[str] = (),
 ) -> Iterator[tuple[int, GeneratedAnswer]]:
     """Yield pairs of a prompt's index and its answer, longest prompts first.
 
@@ -96,22 +101,26 @@ def continue_prompts(
     numbers: noise stream of each prompt; None: its index.
     decoder_start: for encoder-decoders, the first token of the decoder.
     on_token: as in `flatshift.finetune.evaluate.generation.generate_batches`.
+    names: of the prompts in messages; none: their numbers.
 
     Raises UserError: an empty prompt, or one that does not fit the backbone's positions together with the answer.
     """
     from transformers import GenerationConfig
 
-    _check_prompts_fit(model, prompts, decoding.max_new_tokens, apart=decoder_start is not None)
+    for name, prompt in zip(names or [f"prompt {i + 1}" for i in range(len(prompts))], prompts, strict=True):
+        if not prompt:
+            raise UserError(f"{name} is empty and this tokenizer begins no text by itself; write something")
+        room = context_overflow(model, prompt, decoding.max_new_tokens, apart=decoder_start is not None)
+        if room is not None:
+            raise UserError(
+                f"{name}: {len(prompt)} tokens and --max-new-tokens {decoding.max_new_tokens} do not fit {room}; "
+                "shorten the prompt or lower --max-new-tokens"
+            )
     ends = [] if end is None else [end] if isinstance(end, int) else list(end)
     config = GenerationConfig(
-        do_sample=False,
-        num_beams=decoding.num_beams,
-        use_cache=True,
-        max_new_tokens=decoding.max_new_tokens,
-        pad_token_id=inference.pad_id,
-        eos_token_id=ends or None,
-        decoder_start_token_id=decoder_start,
-    )
+        do_sample=False, num_beams=decoding.num_beams, use_cache=True, max_new_tokens=decoding.max_new_tokens,
+        pad_token_id=inference.pad_id, eos_token_id=ends or None, decoder_start_token_id=decoder_start,
+    )  # fmt: skip
     with evaluation_mode(model), without_generation_config(model):
         own = list(range(len(prompts)) if numbers is None else numbers)
         drawing = lambda places: _logits_processors(decoding, [own[place] for place in places])  # noqa: E731
@@ -168,18 +177,6 @@ def without_generation_config(model: Any) -> Iterator[None]:
         base.generation_config = before
 
 
-def _check_prompts_fit(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, apart: bool) -> None:
-    for place, prompt in enumerate(prompts):
-        if not prompt:
-            raise UserError(f"prompt {place + 1} is empty and this tokenizer begins no text by itself; write something")
-        room = context_overflow(model, prompt, max_new_tokens, apart=apart)
-        if room is not None:
-            raise UserError(
-                f"prompt {place + 1}: {len(prompt)} tokens and --max-new-tokens {max_new_tokens} do not fit {room}; "
-                "shorten the prompt or lower --max-new-tokens"
-            )
-
-
 # ---------------------------------------------------------------------------------------------------- batches
 
 
@@ -220,12 +217,8 @@ def generate_batches(
         if criteria or tokens:
             more["stopping_criteria"] = StoppingCriteriaList([*criteria, *tokens])
         with inference.precision():
-            out = model.generate(
-                input_ids=ids.to(inference.device),
-                attention_mask=mask.to(inference.device),
-                generation_config=config,
-                **more,
-            )
+            inputs = {"input_ids": ids.to(inference.device), "attention_mask": mask.to(inference.device)}
+            out = model.generate(**inputs, generation_config=config, **more)
         if counts:  # else this process only took part in the collective passes
             yield places, out[:, 1 if apart else ids.shape[1] :]
         inference.heartbeat(len(batch))

@@ -190,7 +190,7 @@ def find_metric(name: str) -> Metric:
     only that name."""
     whole = METRICS.get(name.removeprefix(_LACK))
     if whole is not None and name.startswith(_LACK) and whole.bounds is not None:
-        bounds = (0.0, whole.bounds[1] - whole.bounds[0])
+        bounds = (1 - whole.bounds[1], 1 - whole.bounds[0])
         return Metric(
             name=name, title=f"1 − {whole.title}", unit=f"1 − {whole.unit}", lower=True, bounds=bounds,
             shown_as_share=whole.shown_as_share,
@@ -200,7 +200,7 @@ def find_metric(name: str) -> Metric:
 
 def loss_form(name: str) -> str:
     """Return the metric that decreases as the metric `name` improves: itself, the error for accuracy, else 1 minus the
-    metric, whose best value is 1."""
+    metric."""
     return "error" if name == "accuracy" else name if find_metric(name).lower else f"{_LACK}{name}"
 
 

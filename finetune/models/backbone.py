@@ -75,6 +75,11 @@ class Backbone:
         local = user_path(self.name)
         return str(local.resolve()) if assets.backbone_directory(self.name) is None and local.exists() else self.name
 
+    @property
+    def is_quantised(self) -> bool:
+        """True if its own files hold quantised weights."""
+        return read_json_object(self.directory / "config.json").get("quantization_config") is not None
+
     @cached_property
     def config(self) -> Any:
         """Configuration object of transformers. Raises UserError for values that the architecture cannot have."""
@@ -90,7 +95,7 @@ class Backbone:
     @property
     def has_tokenizer(self) -> bool:
         """True if its directory has a tokenizer."""
-        return any(next(self.directory.glob(pattern), None) for pattern in _TOKENIZER)
+        return _has_tokenizer(self.directory)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -306,13 +311,16 @@ def _hub_directory(name: str) -> Path:
         raise UserError(f"backbone {name!r}: no such directory; {_suggest_names(name)}") from None
     files: dict[str, Any] = {
         "allow_patterns": ["*.json", "*.safetensors", "*.model", "*.spm", "*.codes", "*.txt", "*.tiktoken", "*.jinja"],
-        "ignore_patterns": ["*/*"],
+        "ignore_patterns": ["*/*", "consolidated*"],  # Mistral's weights a second time, in its own format
     }
-    with contextlib.suppress(Exception):  # not cached, or only in part: ask the hub
+    cached = None
+    with contextlib.suppress(Exception):  # not cached
         cached = Path(snapshot_download(name, local_files_only=True, **files))
-        if any(cached.glob("*.safetensors")):
+        if _is_complete(cached):
             return cached
     if not _is_hub_reachable():
+        if cached and any(cached.glob("*.safetensors")):
+            return cached
         raise UserError(
             f"backbone {name!r} is neither a shipped name nor an existing directory, and the model hub cannot be "
             f"reached to look for it; {_suggest_names(name)}"
@@ -320,10 +328,28 @@ def _hub_directory(name: str) -> Path:
     try:
         return Path(snapshot_download(name, **files))
     except Exception as error:
+        reason = _HUB_ERRORS.get(type(error).__name__) or first_error_line(error)
         raise UserError(
-            f"backbone {name!r} could not be fetched from the model hub ({first_error_line(error)}); "
-            f"{_suggest_names(name)}"
+            f"backbone {name!r} could not be fetched from the model hub ({reason}); {_suggest_names(name)}"
         ) from error
+
+
+_HUB_ERRORS = {
+    "GatedRepoError": "it is gated: accept its terms on its page, then `hf auth login`",
+    "RepositoryNotFoundError": "it has no such model, or a private one: then `hf auth login`",
+}
+"""Reasons for errors of `huggingface_hub` whose first line is a status code."""
+
+
+def _has_tokenizer(directory: Path) -> bool:
+    return any(next(directory.glob(pattern), None) for pattern in _TOKENIZER)
+
+
+def _is_complete(directory: Path) -> bool:
+    """True if all weights and a tokenizer are there: an interrupted download, or transformers alone, may leave less."""
+    index = directory / "model.safetensors.index.json"
+    weights = read_json_object(index)["weight_map"].values() if index.is_file() else ["*.safetensors"]
+    return all(any(directory.glob(name)) for name in weights) and _has_tokenizer(directory)
 
 
 def _is_hub_reachable() -> bool:
@@ -467,13 +493,16 @@ def check_task(name: str | Path | Backbone, task: BackboneTask) -> None:
     vice versa; and as `open_backbone`.
     """
     backbone = open_backbone(name)
-    config, where = backbone.config, backbone.where
+    check_architecture(backbone.config, task, backbone.where)
+
+
+def check_architecture(config: Any, task: BackboneTask, where: str) -> None:
+    """Raise UserError as `check_task`; `config` is transformers' own."""
     auto, _ = auto_class(task, num_labels=2, label_names=None)
     if type(config) not in auto._model_mapping:  # the first check of `from_pretrained`
         raise unsupported_task_error(task, where)
-    if (
-        task.traits.backbone == "encoder" or not config.is_encoder_decoder
-    ):  # otherwise only the decoder is used, if it has one
+    # of an encoder-decoder only the decoder is used, if it has one
+    if task.traits.backbone == "encoder" or not config.is_encoder_decoder:
         check_causal(config, task, where)
 
 

@@ -142,9 +142,7 @@ _ENCODER = Family(
 )
 FAMILIES = {
     "gpt2": Family(
-        TensorPlan("h.*", _GPT2, ("wte",), norm="ln_f"),
-        (BlockStack("h", ("wte", "wpe"), ("ln_f",)),),
-        context=True,
+        TensorPlan("h.*", _GPT2, ("wte",), norm="ln_f"), (BlockStack("h", ("wte", "wpe"), ("ln_f",)),), context=True
     ),
     "t5": Family(
         TensorPlan(

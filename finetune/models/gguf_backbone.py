@@ -71,15 +71,11 @@ def gguf_directory(name: str, file: Path, roots: Sequence[Path] = ()) -> Path:
             # another process, or another rank of this job, is converting the same file, or has just ended
             if (target / "config.json").is_file():
                 break
-            if time.monotonic() > deadline or not _is_being_converted(target):
+            if time.monotonic() > deadline or not target.with_name(f".{target.name}.lock").exists():
                 _refusals[target] = str(error)
                 raise
             time.sleep(0.5)
     return target
-
-
-def _is_being_converted(target: Path) -> bool:
-    return target.with_name(f".{target.name}.lock").exists()
 
 
 # ------------------------------------------------------------------------------------------------------- files
@@ -102,7 +98,8 @@ def find_gguf_files(name: str, file: Path, roots: Sequence[Path]) -> list[Path]:
         return [found[0] for found in splits]
     if whole := find(_escape(file.name)):
         return whole[:1]
-    parts = {int(match[1]): path for path in find(f"{_escape(file.name)}.part*") if (match := _PART.search(path.name))}
+    found = find(f"{_escape(file.name)}.part*")
+    parts = {int(match[1]): path for path in found if (match := re.search(r"\.part-?(\d+)$", path.name))}
     if not parts:
         raise UserError(f"backbone {name!r}: no such file, nor parts of it ({file.name}.part00, …)")
     first, last = min(parts), max(parts)
@@ -110,9 +107,6 @@ def find_gguf_files(name: str, file: Path, roots: Sequence[Path]) -> list[Path]:
     if gap is not None:
         raise UserError(f"backbone {name!r}: part {gap} of {file.name} is missing; install or fetch every part")
     return [parts[number] for number in sorted(parts)]
-
-
-_PART = re.compile(r"\.part-?(\d+)$")
 
 
 def _escape(text: str) -> str:

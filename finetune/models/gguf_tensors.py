@@ -44,8 +44,6 @@ _CHUNK = 1 << 24
 """Numbers dequantised at once."""
 _FACTORS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 """Tensors that llama.cpp scales positions by; transformers has them in its configuration."""
-
-
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Forms of `struct` by a file's kinds of values; 8 is a text, 9 a list."""
 

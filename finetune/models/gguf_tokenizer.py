@@ -85,15 +85,9 @@ def _sentencepiece(own: Mapping[str, Any], tokens: Sequence[str], types: Sequenc
         merges = _pairs(own["merges"])
     else:
         merges = _merges_by_score(vocabulary, tokens, types, own["scores"])
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocabulary,
-            merges,
-            fuse_unk=True,
-            byte_fallback="<0x0A>" in vocabulary,
-            unk_token=None if unknown is None else tokens[unknown],
-        )
-    )
+    unk_token = None if unknown is None else tokens[unknown]
+    in_bytes = "<0x0A>" in vocabulary
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, fuse_unk=True, byte_fallback=in_bytes, unk_token=unk_token))
     decoder = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     if architecture == "gemma3" or not own.get("add_space_prefix", True):
         tokenizer.normalizer = normalizers.Replace(" ", "\u2581")

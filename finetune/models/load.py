@@ -69,13 +69,9 @@ def load_backbone(
     options: dict[str, Any] = {"ignore_mismatched_sizes": True} if task.traits.is_sequence_level else {}
     dtype = loading_dtype(precision, directory, device, narrow=narrow)
     if has_quantized_files(directory):
+        own = cast("Precision", next(name for name, stored in DTYPES.items() if stored == dtype))
         model = build_skeleton(
-            backbone,
-            task=task,
-            num_labels=num_labels,
-            label_names=label_names,
-            precision=cast("Precision", next(name for name, own in DTYPES.items() if own == dtype)),
-            dropout=dropout,
+            backbone, task=task, num_labels=num_labels, label_names=label_names, precision=own, dropout=dropout
         )
         _fill_skeleton(model, device=torch.device(device), quantization=quantization, context=where)
         if narrow:
@@ -94,14 +90,9 @@ def load_backbone(
         # transformers initialises missing weights from the global generators; their state is restored afterwards.
         with quiet_transformers(), preserve_rng_state([torch.device(device)]):
             loaded: Any = auto.from_pretrained(
-                directory,
-                config=configure_backbone(backbone, settings, dropout=dropout),
-                dtype=dtype,
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-                **options,
-            )
+                directory, config=configure_backbone(backbone, settings, dropout=dropout), dtype=dtype,
+                use_safetensors=True, trust_remote_code=False, output_loading_info=True, **options,
+            )  # fmt: skip
     except UserError:
         raise
     except REFUSED as error:

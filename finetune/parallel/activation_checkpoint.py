@@ -1,9 +1,8 @@
 """Activation checkpointing: backward recomputes activations instead of storing them.
 
-A module's `forward` is replaced on the instance by one that runs it under torch's non-reentrant checkpoint. Names and
-module tree are unchanged. The module's own hooks stay outside, those of its submodules inside: FSDP2 gathers a block's
-weights before backward recomputes it, the collectives within a block run again on every rank in the same order, and
-regularizers that swap a layer's forward are recomputed with it.
+A module's `forward` is replaced on the instance by one that runs it under torch's non-reentrant checkpoint. Its own
+hooks stay outside, those of its submodules inside: FSDP2 gathers a block's weights before backward recomputes it, and
+the collectives within a block run again on every rank in the same order.
 """
 
 from __future__ import annotations

@@ -27,13 +27,7 @@ from ..models.anatomy import is_conv1d
 from ..models.backbone import open_backbone
 from ..models.checkpoint import canonical_name
 from ..models.load import load_backbone
-from ..models.quantize import (
-    check_available,
-    describe_quantization,
-    is_four_bit,
-    prepare_quantized,
-    quantize_skeleton,
-)
+from ..models.quantize import check_available, describe_quantization, is_four_bit, prepare_quantized, quantize_skeleton
 from ..tasks import Task
 from .activation_checkpoint import checkpoint_activations
 from .engine import Engine

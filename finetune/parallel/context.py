@@ -2,16 +2,14 @@
 
 A row of T tokens is split into 2·cp runs; rank i holds run i and run 2·cp − 1 − i. Queries stay local, the keys and
 values of all tokens are gathered in each attention layer, and their gradients are summed back (as Llama 3 was trained,
-2407.21783 §3.3.2). A run needs no key after its last token, so none is multiplied; an early and a late run together
-balance the work of the ranks: (2·cp + 1)/(4·cp²) of T². Unlike a ring of partial softmaxes, masks stay exact and are
-transformers' own: padding, packed samples and sliding windows.
+2407.21783 §3.3.2). A run needs no key after its last token; an early and a late run together balance the ranks:
+(2·cp + 1)/(4·cp²) of T². Masks are transformers' own: padding, packed samples and sliding windows.
 
-Memory on a rank that still grows with T: gathered keys and values, and the masks of both runs as numbers that are added
-to scores, of one layer with `train.checkpointing`, of all layers without it; and one (B, 1, T/cp, T) boolean mask for
-each kind of layer.
+Memory that still grows with T: gathered keys and values, and the masks of both runs as numbers, of one layer with
+`train.checkpointing`, else of all; and one (B, 1, T/cp, T) boolean mask for each kind of layer.
 
-The two functions of a `ContextParallel` are registered with transformers as an attention implementation. Outside of
-`forward_pass`, as in evaluation and generation, they are its `sdpa` on whole rows.
+A `ContextParallel` is registered with transformers as an attention implementation. Outside of `forward_pass`, as in
+evaluation and generation, it is `sdpa` on whole rows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Routed experts of a mixture: whole experts on each rank of `mesh.ep`, and the load of each expert.
 
-Ranks of ep see different rows. Each sends the tokens that its router gives to an expert to the rank that has it, and
-gets the outputs back (two all-to-all exchanges a block, and two in backward). Gradients of an expert and its adapter
-are of all their tokens, on the one rank that has them.
+Ranks of ep see different rows. Each sends its tokens to the ranks with their experts, and gets the outputs back (two
+all-to-all exchanges a block, and two in backward). Gradients of an expert are of all its tokens, on its own rank.
 """
 
 from __future__ import annotations

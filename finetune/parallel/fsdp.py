@@ -1,9 +1,8 @@
 """ZeRO by FSDP2: each block is a unit whose weights are sharded over N ranks and gathered while it computes.
 
-The units are the transformer blocks, the embedding and the head, and the rest of a model as its root. Adapters belong
-to their block's unit, so that they need no separate collective. Where ranks share experts (`mesh.ep`), a block's
-experts are a unit of their own over fewer ranks. Weights shared by several modules stay in the root, the only unit that
-is gathered whenever any of them is used, or are split by tokens and never gathered
+The units are the transformer blocks with their adapters, the embedding and the head, and the rest of a model as its
+root. Where ranks share experts (`mesh.ep`), a block's experts are a unit of their own over fewer ranks. Weights shared
+by several modules stay in the root, the only unit that is gathered whenever any of them is used, or are split by tokens
 (`flatshift.finetune.parallel.tensor.apply.split_tied_vocabulary`).
 """
 
@@ -80,20 +79,14 @@ def shard(model: nn.Module, *, mesh: Mesh, world: ProcessMesh) -> Sharding:
 
     model: on meta or real; a module with the children `part0`, `part1`, … is sharded part by part.
 
-    Raises UserError for `mesh.offload` without CUDA and `mesh.adapters: replicate` with `mesh.zero` 1 or 2,
-    RuntimeError if FSDP2 left something unsharded.
+    Raises UserError for `mesh.offload` without CUDA, RuntimeError if FSDP2 left something unsharded.
     """
     parameters = list(model.parameters())
     whole_bytes = sum(p.nbytes for p in parameters)
     if world.width(*SHARDS) == 1:
         return Sharding((), frozenset(), 1, whole_bytes, 0, whole_bytes, False)
-    if mesh.offload and not capabilities(world.device).pages:
+    if mesh.offload and not capabilities(world.device).pinned:
         raise UserError("mesh.offload keeps shards in host memory, which needs a CUDA device; leave it out on the CPU")
-    if mesh.zero < 3 and mesh.adapters == "replicate":
-        raise UserError(
-            f"mesh.zero {mesh.zero} shards adapters only and mesh.adapters: replicate forbids it; take mesh.zero 3 or "
-            "mesh.adapters: shard"
-        )
     ignored = {p for p in parameters if (mesh.adapters == "replicate" if p.requires_grad else mesh.zero < 3)}
     for module in model.modules():
         if getattr(getattr(module, "vocabulary", None), "rows_differ", False):  # slices along these axes already

@@ -1,10 +1,9 @@
 """Parts of tensors on this rank, and exact conversion between parts and full tensors.
 
 Tensor parallelism replaces parameters by plain local tensors (no DTensor): a layer then computes on its part, and the
-collectives are at the borders of its region. The slices are recorded here, by canonical parameter name, for loading,
-saving, gradient norms and regularizers. FSDP2 then shards the local tensors as if they were whole, along its own mesh
-axes: the local part is the tensor-parallel `Slice` first and FSDP2's chunk (a DTensor's placements) of that slice
-second. The same applies to a parameter's gradient and its optimizer moments.
+collectives are at the borders of its region. The slices are recorded here, by canonical parameter name. FSDP2 then
+shards the local tensors as if they were whole: a local part is FSDP2's chunk (a DTensor's placements) of a
+tensor-parallel `Slice`, and so are its gradient and optimizer moments.
 """
 
 from __future__ import annotations
@@ -186,11 +185,7 @@ def copy_local_part(
 
 @torch.no_grad()
 def gather_full_tensors(
-    tensors: Mapping[str, Tensor],
-    *,
-    parameters: Mapping[str, Tensor],
-    layout: TensorParallelLayout,
-    world: ProcessMesh,
+    tensors: Mapping[str, Tensor], *, parameters: Mapping[str, Tensor], layout: TensorParallelLayout, world: ProcessMesh
 ) -> dict[str, Tensor]:
     """Gather `tensors` (parameters, gradients or moments by canonical name, with the parameter of each), by one
     collective for each axis along which any of them is sharded.

@@ -1,13 +1,11 @@
 """Loading of weights from safetensors files directly into this rank's part of a model that was built on meta.
 
-No rank ever has a whole copy: of each tensor it reads the indices of its tensor-parallel slice and its FSDP2 chunk, a
-few rows at a time, and casts them while reading; of stacked experts, which files have one by one, only those that it
-holds. If transformers has to convert tensors in another way, rank 0 creates them with `from_pretrained` and every rank
-copies its part of each.
+Of each tensor a rank reads the indices of its tensor-parallel slice and its FSDP2 chunk, a few rows at a time, and of
+stacked experts, which files have one by one, only those that it holds. If transformers has to convert tensors in
+another way, rank 0 creates them with `from_pretrained` and every rank copies its part of each.
 
-A 4-bit layer's packed bytes and the scales of its blocks are two parameters, which FSDP2 shards and gathers like all
-others. Blocks never cross a row, but a shard may begin or end inside of one. Then the rows that the shard touches are
-read and quantised, and bytes outside of it are dropped; so blocks are the same on every mesh.
+A 4-bit layer's packed bytes and the scales of its blocks are two parameters, which FSDP2 shards and gathers. Blocks
+never cross a row; the rows that a shard touches are read and quantised, so blocks are the same on every mesh.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -53,13 +50,12 @@ ReadRows = Callable[[int, int], Tensor]
 
 @dataclass(frozen=True)
 class LoadResult:
-    """Result of `load_weights` on this rank: bytes read from the files, in their dtypes, and seconds.
+    """Result of `load_weights` on this rank: bytes read from the files, in their dtypes.
 
     `unread`: full names of the model's parameters that no file has (adapters and new heads), still without values.
     """
 
     bytes: int
-    seconds: float
     unread: tuple[str, ...]
 
 
@@ -97,7 +93,7 @@ def load_weights(
     calls it once.
     Raises UserError for a file that changed since its header was read, or that transformers cannot convert.
     """
-    began, count = time.monotonic(), 0
+    count = 0
     targets, unread = _tensors_to_load(model, checkpoint)
     files: dict[Path, list[_FilePart]] = defaultdict(list)
     others = []
@@ -116,7 +112,7 @@ def load_weights(
         count += _read_file(file, parts, checkpoint)
     if checkpoint.converted != tuple(checkpoint.stacked):
         _broadcast_converted(others, checkpoint, layout, world)
-    return LoadResult(count, time.monotonic() - began, tuple(unread))
+    return LoadResult(count, tuple(unread))
 
 
 def _tensors_to_load(model: nn.Module, checkpoint: CheckpointFiles) -> tuple[list[tuple[str, Tensor]], list[str]]:

@@ -1,11 +1,9 @@
 """Measure the rates this machine reaches, in a minute (`flatshift plan --calibrate`), and cache them.
 
-Three rates are timed: one large matrix product; forward and backward of a LoRA-adapted Llama block, as the difference
-between models of three blocks and of one, whose time beyond its products is element-wise traffic; and, with two or more
-devices, an all-reduce among them. On a GPU also the host's time to launch a kernel. Rates that cannot be measured here
-(between nodes; between devices if there is only one) keep their published values. On a CPU, fresh processes also
-measure the memory held on top of the tensors of a step, which depends on the C library and on the code oneDNN compiles.
-Reading cached values imports no torch.
+Timed are a large matrix product; forward and backward of a LoRA-adapted Llama block, whose time beyond its products is
+element-wise traffic; an all-reduce among several devices; and on a GPU the launch of a kernel. Other rates keep their
+published values. On a CPU, fresh processes also measure the memory held on top of the tensors of a step. Reading cached
+values imports no torch.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@
 
 The rule is that of "LoRA Without Regret" (Schulman and Thinking Machines Lab, 2025): a language model stores about 2
 bits of knowledge per parameter (Allen-Zhu and Li, arXiv 2404.05405), a data set asks for at most its description
-length, about 1 bit (0.69 nats) per target token, and LoRA learns like full fine-tuning while the first exceeds the
-second. For a class label the description length is log2 of the number of classes. This is the cost of memorising every
-label; patterns that examples share take less (`benchmarks.rate_advice` measures how well the ratio predicts).
+length, about 1 bit (0.69 nats) per target token or log2 of the number of classes per label, and LoRA learns like full
+fine-tuning while the first exceeds the second. Patterns that examples share take less (`benchmarks.rate_advice`).
 """
 
 from __future__ import annotations

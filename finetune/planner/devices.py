@@ -159,8 +159,10 @@ class Cluster:
 
     @classmethod
     def at_hand(cls, devices: Devices, ranks: int, node: int) -> Cluster:
-        """Build from this machine's devices: `ranks` ranks, `node` of them per machine."""
-        name, rates = ("CPU", CORE) if devices.kind == "cpu" else ("another device", DEVICES[_UNKNOWN])
+        """Build from this machine's devices, or the shares of its cores: `ranks` ranks, `node` of them per machine."""
+        cores = devices.count / min(ranks, node)  # of a rank; five fill the memory's bandwidth
+        core = dataclasses.replace(CORE, flops=cores * CORE.flops, bandwidth=min(cores, 5) * CORE.bandwidth)
+        name, rates = ("CPU", core) if devices.kind == "cpu" else ("another device", DEVICES[_UNKNOWN])
         row = devices.row or name
         device, room = DEVICES.get(row, rates), devices.each(min(ranks, node))
         return cls(ranks, row, device, node, _NETWORK * GB, room, cached_constants(row) or PUBLISHED, devices.kind)

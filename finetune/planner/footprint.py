@@ -1,12 +1,10 @@
 """Memory in closed form: of a rank of a mesh, of a regularizer's state, and of an evaluation, also its duration.
 
-Nothing is loaded and torch is not imported. The actual memory of a run is counted once its model is loaded
-(`flatshift.finetune.planner.memory`); these estimates serve to choose the mesh. The formulas are those of ZeRO
-(1910.02054), Megatron-LM (1909.08053) and Korthikanti et al. (2205.05198), for frozen weights.
-
-In an evaluation nothing is kept for a backward pass: the peak is one block's activations for a batch of the longest
-sequences, or, when answers are generated, the key-value cache and the logits of the last positions. The duration is
-measured in optimizer steps, each of which computes about twice as much as reading its tokens (the weights are frozen).
+Nothing is loaded and torch is not imported; a run counts its memory once its model is loaded
+(`flatshift.finetune.planner.memory`). The formulas are those of ZeRO (1910.02054), Megatron-LM (1909.08053) and
+Korthikanti et al. (2205.05198), for frozen weights. The peak of an evaluation is one block's activations for a batch of
+the longest sequences, or the key-value cache and logits of generated answers; its duration is in optimizer steps, each
+of which computes about twice as much as reading its tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flatshift.regularizers.config import (
     ASAM,
@@ -41,7 +39,7 @@ if TYPE_CHECKING:
     from ..tasks import Task
 
 _LOGITS_BYTES = 1 << 30  # upper bound on the bytes of logits in evaluation (`flatshift.finetune.evaluate.perplexity`)
-_PACKED_BYTES = {"nf4": 0.5 + 4 / 64, "nf4-double": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
+PACKED_BYTES = {"nf4": 0.5 + 4 / 64, "nf4-double": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
 """Bytes per value of a quantised block, scales included."""
 _STATE_BYTES = 8  # per adapter parameter: weight and gradient, and the master of a bf16 adapter
 _MOMENT_BYTES = {"lora-muon": 4, "adamw-8bit": 2 + 8 / 256, "gauss-newton": 0, "paged-adamw": 0, "paged-adamw-8bit": 0}
@@ -102,7 +100,7 @@ def predict_footprint(
     """
     width = WIDTHS[train.precision]
     weight_width = 2 if train.backbone_precision == "bf16" else width
-    packed_width = _PACKED_BYTES.get(train.quantization or "", weight_width)
+    packed_width = PACKED_BYTES.get(train.quantization or "", weight_width)
     shards = mesh.dp * mesh.cp
     experts = backbone.expert_elements * weight_width  # stacked experts are no linear layers, and stay floats
     block = (max(backbone.blocks) - backbone.expert_elements) * packed_width + experts
@@ -165,6 +163,14 @@ def predict_footprint(
     )
 
 
+def recipe_footprint(backbone: BackboneSizes, recipe: Any, train: Train, *, device: str) -> Footprint:
+    """Return the memory of a rank of a recipe (or `RuleSettings`) with `train` in place of its own."""
+    return predict_footprint(
+        backbone, mesh=recipe.mesh, adapter=recipe.adapter, train=recipe.task.traits.count_token_rows(train),
+        device=device, packed=recipe.task.pack, regularizer=recipe.regularizer, optimizer=recipe.optimizer.kind,
+    )  # fmt: skip
+
+
 def _fullest_rank(backbone: BackboneSizes, mesh: Mesh, train: Train) -> tuple[int, int]:
     """Return the number of blocks, and of embedding and head, of the pipeline rank with most elements.
 
@@ -212,13 +218,11 @@ def _block_bytes(backbone: BackboneSizes, mesh: Mesh, adapter: Adapter, train: T
     """Return the bytes that a block keeps for backward, in units of T/cp·D.
 
     Inputs of two norms in float32; query, key, value (per group, which a kernel without a mask does not repeat) and the
-    attention's output, and inputs of their norms in float32; the tensors that the feed-forward's activation needs and
-    its output; the inputs of the adapters and the outputs of their A; the sums of softmax and norms. Within 0.5 % of
-    what autograd keeps for Llama, Qwen2 and Qwen3 blocks with all linear layers adapted
-    (tests/finetune/planner/test_footprint_trace.py); with fewer adapted layers an overestimate. Along cp attention
-    is two products, each with its outputs, mask and keys and values up to the last that a query meets: (2·cp + 1)/2·cp
-    of T, or T at once if no head is repeated for its group. With dropout, attention keeps its weights for each pair of
-    tokens, in float32 and dropped, and which were kept.
+    attention's output, and inputs of their norms in float32; what the feed-forward's activation needs and its output;
+    inputs of the adapters and outputs of their A; sums of softmax and norms (tests/finetune/planner/
+    test_footprint_trace.py). Along cp attention is two products, each with its outputs, mask and keys and values up to
+    the last that a query meets: (2·cp + 1)/2·cp of T, or T at once if no head is repeated for its group. With dropout,
+    attention keeps its weights for each pair of tokens, in float32 and dropped, and which were kept.
     """
     hidden, heads, attends = backbone.hidden, backbone.heads, train.checkpointing != "selective"
     width = WIDTHS[train.precision]
@@ -335,11 +339,9 @@ def perturbation_bytes(
     weight_width: bytes per frozen weight, whose dtype the noise has.
     width: bytes per activation.
 
-    Momentum methods and SAM over factors hold the momentum, or the gradient of the first pass, and the unperturbed
-    factors (float32); MGPO's form `code` the momentum and both sides of its rank-2r branch; Bi-LoRA a second adapter
-    with its moments and the outputs of its A; SAM over weights their dense gradient; GGPO and Flat-LoRA both sides of
-    the noise and of the probe columns, and the statistics of each row (`flatshift.regularizers.methods.noise_scales`).
-    The others hold nothing.
+    Momentum methods and SAM over factors hold a momentum or gradient and the unperturbed factors (float32); MGPO's form
+    `code` the momentum and both sides of its rank-2r branch; Bi-LoRA a second adapter with moments and outputs of its
+    A; SAM over weights their dense gradient; GGPO and Flat-LoRA noise, probe columns and statistics of each row.
     """
     rows, columns = (sum(each) for each in zip(*layers, strict=True)) if layers else (0, 0)
     if isinstance(config, MGPO) and config.form == "code":

@@ -1,10 +1,9 @@
 """Every mesh that the rules and sizes allow, with its bytes and seconds by cause: ranked by `flatshift plan` for a
 cluster and by `mesh.auto` for the available devices.
 
-Each is priced by `footprint` and `throughput`. `plan` also tries every number of micro-batches that divides the
-examples of a step and every recomputation setting; `mesh.auto` keeps both as in the recipe, and gives each axis its
-reason and numbers. Both take the shortest predicted step among the meshes that fit; among equally fast ones that with
-the fewest cuts, preferring replicas to shards to tensor parallelism to pipeline stages. Imports nothing heavy.
+`plan` also tries every number of micro-batches that divides the examples of a step and every recomputation setting;
+`mesh.auto` keeps both, and gives each axis its reason. Both take the shortest predicted step among the meshes that fit
+(`best_layout`). Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ..models.families import block_stacks, find_family, has_expert_plan, is_tri
 from ..models.quantize import BLOCK
 from ..parallel.pipeline_plan import split_step, virtual_stages
 from .devices import Cluster, Devices, detect_devices
-from .footprint import Footprint, predict_footprint, step_passes
+from .footprint import PACKED_BYTES, Footprint, predict_footprint, step_passes
 from .rules import RuleSettings, broken_rule, check_settings
 from .sizes import BackboneSizes
 from .throughput import FORWARD_KERNELS, StepLayout, StepSeconds, kernels_per_block, predict_seconds
@@ -164,17 +163,23 @@ def mesh_name(mesh: Mesh) -> str:
 
 
 def enumerate_layouts(
-    sizes: BackboneSizes, cluster: Cluster, settings: RuleSettings, *, recompute: tuple[str, ...] = _RECOMPUTE
+    sizes: BackboneSizes,
+    cluster: Cluster,
+    settings: RuleSettings,
+    *,
+    recompute: tuple[str, ...] = _RECOMPUTE,
+    batch_sizes: Sequence[int] = (),
 ) -> list[Layout]:
     """Return every layout of all the cluster's devices that the rules and sizes allow: those that fit first, by time;
     for each mesh only its best.
 
-    The examples per step, `train.batch_size × train.accumulate`, are kept. Axes that are set are kept.
+    The examples per step, `train.batch_size × train.accumulate`, are kept. Axes that are set are kept. batch_sizes: as
+    in `resolve_mesh`.
     Raises UserError with the reason if there is none.
     """
     requested, train = settings.mesh, settings.train
     check_supported(sizes, settings)
-    _check_axes_divide(sizes, requested)
+    _check_axes_divide(sizes, requested, train)
     rows = train.batch_size * train.accumulate
     if cluster.count % requested.size:
         raise UserError(f"mesh: {requested.size} ranks of the axes that are set do not divide {cluster.count} devices")
@@ -185,7 +190,7 @@ def enumerate_layouts(
         if mesh.tp > 1 and not mesh.sequence_parallel and tensor_plan(sizes.kind).sequence_parallel:
             variants.append(dataclasses.replace(mesh, sequence_parallel=True))
         for accumulate in _divisors(rows):
-            if (rows // accumulate) % (mesh.replicate * mesh.dp):
+            if math.gcd(rows // accumulate, *batch_sizes) % (mesh.replicate * mesh.dp):
                 continue
             batch = dataclasses.replace(train, batch_size=rows // accumulate, accumulate=accumulate)
             if not is_allowed(
@@ -209,16 +214,28 @@ def enumerate_layouts(
         if meshes := [*enumerate_meshes(requested, cluster.count, free)]:
             check_settings(*(dataclasses.replace(settings, mesh=mesh) for mesh in meshes))
         raise UserError(
-            f"no mesh of {cluster.count} devices goes with {rows} rows per step, {sizes.heads} heads in "
-            f"{sizes.groups} groups and {len(sizes.blocks)} blocks; raise train.batch_size or train.accumulate to a "
-            f"multiple of the data ranks, or take fewer devices"
+            f"no mesh of {cluster.count} devices goes with {' and '.join(map(str, (rows, *batch_sizes)))} rows per "
+            f"step, {sizes.heads} heads in {sizes.groups} groups and {len(sizes.blocks)} "
+            "blocks; raise train.batch_size or train.accumulate to a multiple of the data ranks, or take fewer devices"
         )
     return sorted(best.values(), key=lambda layout: layout.order)
 
 
-def _check_axes_divide(sizes: BackboneSizes, requested: Mesh) -> None:
+def _check_axes_divide(sizes: BackboneSizes, requested: Mesh, train: Train) -> None:
     if requested.tp > 1 or requested.sequence_parallel:
         tensor_plan(sizes.kind, sequence_parallel=requested.sequence_parallel)
+    if requested.cp > 1 and not find_family(sizes.kind).context:
+        raise UserError(f"mesh.cp: {sizes.kind} models cannot be split by tokens; leave it at 1, use mesh.dp")
+    shares = (1, *_divisors(sizes.experts)) if has_expert_plan(sizes.kind) else (1,)
+    if requested.ep not in shares:
+        raise UserError(
+            f"mesh.ep: {requested.ep} ranks cannot share the {sizes.experts} experts of a block of {sizes.kind}; "
+            f"nearest: {max(share for share in shares if share < requested.ep)}"
+        )
+    if _cuts_scales(sizes, train, requested.tp):
+        raise UserError(
+            f"mesh.tp: {requested.tp} ranks would cut blocks of {BLOCK} values with one scale; take fewer, or mesh.dp"
+        )
     if requested.pp > 1:
         block_stacks(sizes.kind)
     if sizes.heads % requested.tp:
@@ -240,7 +257,7 @@ def check_supported(sizes: BackboneSizes, settings: RuleSettings) -> None:
     adapter, longest = settings.adapter, settings.train.max_length
     if uncounted := [name for name in _UNCOUNTED if getattr(adapter, name) is not None]:
         raise UserError(f"plan: adapter.{uncounted[0]} is not counted yet; it knows LoRA alone, so leave that out")
-    if (last := max(adapter.layers or (0,))) >= (count := len(sizes.blocks)):
+    if (last := max(adapter.layers or (0,))) >= (count := sizes.depth):
         raise UserError(f"adapter.layers: there is no block {last}; this backbone has {count}, from 0 to {count - 1}")
     if not sizes.adapter:
         raise UserError(f"adapter.targets: {adapter.targets!r} names no linear layer of {sizes.kind}; take all-linear")
@@ -268,6 +285,7 @@ def price_layout(settings: RuleSettings, sizes: BackboneSizes, cluster: Cluster)
     sequences the model reads (`Task.as_read`), `sizes` the backbone under the task."""
     mesh, train, adapter = settings.mesh, settings.train, settings.adapter
     width = WIDTHS[train.precision]
+    packed = PACKED_BYTES.get(train.quantization or "", width)
     rows = train.batch_size // (mesh.replicate * mesh.dp)
     piece, pieces = split_step(mesh, rows, train.accumulate)
     blocks, shards = len(sizes.blocks), mesh.dp * mesh.cp
@@ -276,8 +294,8 @@ def price_layout(settings: RuleSettings, sizes: BackboneSizes, cluster: Cluster)
     if shards > 1 and mesh.zero == 3:
         times = (2 if mesh.reshards else 1) * repeats + references
         experts, sharing = blocks * sizes.expert_elements, shards // mesh.ep
-        groups = ((sum(sizes.blocks) - experts, shards), (experts / mesh.ep, sharing))
-        gathered = times * width * sum(part * (n - 1) / n for part, n in groups) / (mesh.tp * mesh.pp)
+        groups = ((packed * (sum(sizes.blocks) - experts), shards), (width * experts / mesh.ep, sharing))
+        gathered = times * sum(part * (n - 1) / n for part, n in groups) / (mesh.tp * mesh.pp)
     if mesh.pp > 1 and not mesh.reshards:
         gathered /= max(pieces, 1)
     adapter_shards = shards if mesh.adapters == "shard" else 1
@@ -342,9 +360,7 @@ def is_allowed(option: Mesh, requested: Mesh, settings: RuleSettings, sizes: Bac
     if (option.tp > requested.tp or option.pp > requested.pp) and not is_tried(sizes.kind, grown):
         return False
     splits_widths = family.tensor is not None and not (sizes.heads % option.tp or node % option.tp)
-    if settings.train.quantization in ("nf4", "nf4-double"):  # a layer's inputs are split between blocks of scales
-        widths = (sizes.heads * sizes.head, sizes.feed_forward)
-        splits_widths &= not any(-(-width // option.tp) % BLOCK for width in widths if width % BLOCK == 0)
+    splits_widths &= not _cuts_scales(sizes, settings.train, option.tp)
     stages = option.pp * virtual_stages(option.schedule, option.virtual)
     splits_blocks = bool(family.stacks) and stages <= len(sizes.blocks)
     if (option.tp > requested.tp and not splits_widths) or (option.pp > requested.pp and not splits_blocks):
@@ -354,6 +370,12 @@ def is_allowed(option: Mesh, requested: Mesh, settings: RuleSettings, sizes: Bac
     shards = option.dp * option.cp
     pads = option.adapters == "shard" and settings.adapter.rank % shards and sizes.hidden % shards
     return not (option.dp > requested.dp and pads)
+
+
+def _cuts_scales(sizes: BackboneSizes, train: Train, tp: int) -> bool:
+    """True if `tp` ranks would split a 4-bit layer's inputs inside a block of scales."""
+    widths = (sizes.heads * sizes.head, sizes.feed_forward) if train.quantization in ("nf4", "nf4-double") else ()
+    return tp > 1 and any(-(-width // tp) % BLOCK for width in widths if width % BLOCK == 0)
 
 
 def _divisors(number: int) -> list[int]:
@@ -416,6 +438,8 @@ def resolve_mesh(
             f"({mesh_name(mesh) or 'one process'}); start another number, or set fewer axes"
         )
     devices = devices or detect_devices(train.device)
+    if train.precision == "auto" and devices.kind == "cuda":  # two bytes there, in bf16 or fp16
+        train = dataclasses.replace(train, precision="bf16")
     sizes = BackboneSizes.read(backbone, adapter).under(task)
     rows = math.gcd(train.batch_size, *batch_sizes)
     node = node or processes or devices.count

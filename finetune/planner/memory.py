@@ -1,11 +1,10 @@
 """Memory of a stage by cause, and on a mesh its communication, printed before step 1.
 
 Weights, gradients and optimizer state are counted; activations are measured: autograd's saved tensors are summed in a
-forward pass over a sequence of the run's own length if that is short, else of two short lengths, and extended along the
-line through them, or with dropout in attention the parabola through three. Temporaries, dense masks of packed rows and
-a regularizer's state come from the closed forms of `flatshift.finetune.planner.footprint`. Not included: the
-allocator's overhead and the libraries. On a mesh everything is counted on the split model, without activations; in a
-ring collective a rank sends (n − 1)/n of the data gathered or reduced.
+forward pass over a sequence of the run's own length, or over two short ones and extended along their line (with dropout
+in attention three, and a parabola). The rest comes from `flatshift.finetune.planner.footprint`, without the allocator's
+overhead and the libraries. On a mesh the split model is counted, without activations; in a ring collective a rank sends
+(n − 1)/n of the data gathered or reduced.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ def memory_plan(
     model: nn.Module,
     *,
     train: Train,
-    kind: OptimizerKind = "adamw",
+    optimizer: Optimizer | None = None,
     task: Task | None = None,
     regularizer: RegularizerConfig | None = None,
 ) -> MemoryPlan:
@@ -122,9 +121,7 @@ def memory_plan(
         backbone=sum(frozen.values()),
         adapter=adapter,
         gradients=adapter,
-        optimizer=optimizer_bytes(
-            {name: p.numel() for name, p in trainable(model).items()}, kind, masters=train.adapter_precision == "bf16"
-        ),
+        optimizer=optimizer_state_bytes(trainable(model), optimizer or Optimizer(), train),
         activations=round(max(0, per_row - casts) * train.batch_size) + casts + masks,
         work=_temporary_bytes(model, train, task, adapter, device),
         regularizer=_regularizer_bytes(model, train, regularizer),
@@ -247,7 +244,7 @@ class _SavedTensor:
 
 def plan_lines(model: nn.Module, *, train: Train, optimizer: Optimizer, plan: MemoryPlan | None = None) -> list[str]:
     """Format the plan as lines, one per cause, for printing before step 1; computed here if `plan` is None."""
-    plan = plan or memory_plan(model, train=train, kind=optimizer.kind)
+    plan = plan or memory_plan(model, train=train, optimizer=optimizer)
     frozen, trained = ([p for p in model.parameters() if p.requires_grad == on] for on in (False, True))
     dtypes, own = ("/".join(sorted({str(p.dtype).removeprefix("torch.") for p in each})) for each in (frozen, trained))
     kind = "AdamW" if optimizer.kind == "adamw" else optimizer.kind
@@ -285,8 +282,7 @@ def mesh_plan_lines(engine: Engine, *, mesh: Mesh, train: Train, optimizer: Opti
     frozen += sum(part.nbytes for part in quantization_scales(engine.model).values())
     adapter = sum(local_part(p).nbytes for p in engine.parameters.values())
     kind = "AdamW" if optimizer.kind == "adamw" else optimizer.kind
-    sizes = {name: local_part(p).numel() for name, p in engine.parameters.items()}
-    state = optimizer_bytes(sizes, optimizer.kind, masters=train.adapter_precision == "bf16")
+    state = optimizer_state_bytes(engine.parameters, optimizer, train)
     rows = [
         ("backbone, frozen", frozen, "on this rank"),
         ("adapter", adapter, "on this rank"),
@@ -318,14 +314,11 @@ def _communication_lines(engine: Engine, mesh: Mesh, train: Train, adapter: int)
         gathered = gathers * sharding.sharded_bytes * (ranks - 1) // ranks
         # in a ring each rank passes on all shards but its own: once for a reduce-scatter, twice for an all-reduce
         reduced = adapter * (ranks - 1) if mesh.adapters == "shard" else 2 * adapter * (ranks - 1) // ranks
-        lines.append(
-            f"{format_bytes(gathered)} of weights gathered along {axes}, {format_bytes(reduced)} of adapter "
-            "gradients reduced"
-        )
+        weights, gradients = format_bytes(gathered), format_bytes(reduced)
+        lines.append(f"{weights} of weights gathered along {axes}, {gradients} of adapter gradients reduced")
     if mesh.replicate > 1:
-        lines.append(
-            f"{format_bytes(2 * adapter * (mesh.replicate - 1) // mesh.replicate)} of adapter gradients along replicate"
-        )
+        gradients = format_bytes(2 * adapter * (mesh.replicate - 1) // mesh.replicate)
+        lines.append(f"{gradients} of adapter gradients along replicate")
     if mesh.tp * mesh.cp * mesh.pp * mesh.ep == 1:
         return lines
     config: Any = engine.peft.config
@@ -340,27 +333,27 @@ def _communication_lines(engine: Engine, mesh: Mesh, train: Train, adapter: int)
         exchanged = 4 * chosen * states * len(routed_experts(engine.model)) * (mesh.ep - 1) // mesh.ep
         lines.append(f"{format_bytes(exchanged)} of tokens to experts and back along ep")
     if mesh.tp > 1:
-        lines.append(
-            f"{format_bytes(8 * states * blocks * (mesh.tp - 1) // mesh.tp)} of activations along tp (4 all-reduces a "
-            "block)"
-        )
+        sent = format_bytes(8 * states * blocks * (mesh.tp - 1) // mesh.tp)
+        lines.append(f"{sent} of activations along tp (4 all-reduces a block)")
     if mesh.cp > 1:
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         # keys and values of a layer for all tokens: 2·B·T·H·D/tp
         cache = 2 * rows * train.max_length * heads // world.width("tp") * head_width * width * train.accumulate
-        lines.append(
-            f"{format_bytes(2 * cache * blocks * (mesh.cp - 1) // mesh.cp)} of keys and values along cp (one "
-            "all-gather and one reduce-scatter a block)"
-        )
+        sent = format_bytes(2 * cache * blocks * (mesh.cp - 1) // mesh.cp)
+        lines.append(f"{sent} of keys and values along cp (one all-gather and one reduce-scatter a block)")
     if mesh.pp > 1:
         stages, pieces = virtual_stages(mesh.schedule, mesh.virtual), split_step(mesh, rows, train.accumulate)[1]
         idle = bubble_fraction(mesh.pp, stages, pieces, mesh.schedule)
-        lines.append(
-            f"{format_bytes(2 * stages * states)} of activations along pp; {pieces} pieces through {mesh.pp} × "
-            f"{stages} stages leave a bubble of {idle:.1%}"
-        )
+        cut = f"{pieces} pieces through {mesh.pp} × {stages} stages leave a bubble of {idle:.1%}"
+        lines.append(f"{format_bytes(2 * stages * states)} of activations along pp; {cut}")
     return lines
+
+
+def optimizer_state_bytes(parameters: Mapping[str, Tensor], optimizer: Optimizer, train: Train) -> int:
+    """Return the bytes that the optimizer keeps on this rank for trained tensors; nothing for `optimizer.fixed`."""
+    sizes = {name: local_part(p).numel() for name, p in parameters.items() if not optimizer.is_fixed(name)}
+    return optimizer_bytes(sizes, optimizer.kind, masters=train.adapter_precision == "bf16")
 
 
 def optimizer_bytes(sizes: Mapping[str, int], kind: OptimizerKind, *, masters: bool = False) -> int:

@@ -26,6 +26,9 @@ _NO_LAYER = re.compile(r"(norm|embed|bias|wte|wpe)[^.]*(\.weight)?$|\.bias$", re
 _MAX_NUMBER = 1 << 53  # above it a whole number in config.json is no size, position or token
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 ROUTED = ("num_experts_per_tok", "moe_k", "top_k")
+_WIDTHS = ("hidden_size", "n_embd", "d_model", "dim", "emb_dim")
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads", "attention_heads")
+_FEED_FORWARDS = ("intermediate_size", "n_inner", "d_ff", "encoder_ffn_dim", "ffn_dim", "hidden_dim", "d_inner")
 _EXPERT = re.compile(r"\.experts\.(?!.*router)")
 _ROUTER = re.compile(r"\.(gate|router|shared_expert_gate)(\.[^.]+)?$")
 _OUTPUT = re.compile(r"^(lm_head|embed_out|output_projection|cls)\b")
@@ -33,6 +36,8 @@ _OUTPUT = re.compile(r"^(lm_head|embed_out|output_projection|cls)\b")
 _WIDE = {"gelu_new": 5, "gelu": 2, "relu": 2}
 """Number of feed-forward-wide tensors that a block without a gate keeps, by activation, its output included."""
 _LEARNED = re.compile(r"\b(wpe|position_embeddings?|embed_positions|positions_embed)\.weight$")
+_DENSE_HEADS = frozenset({"roberta", "xlm-roberta", "camembert", "electra", "distilbert", "deberta-v2", "t5"})
+"""Model types whose new heads have a layer as wide as the model before that of the classes; it trains, too."""
 _LONGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors format
 _MAKERS = (
     *("", "meta-llama", "mistralai", "qwen", "google", "microsoft", "huggingfacetb", "openai", "deepseek-ai"),
@@ -68,6 +73,7 @@ class BackboneSizes:
     vocabulary: int
     wide: int  # feed-forward-wide tensors that a block keeps for backward
     blocks: tuple[int, ...]  # elements of each block
+    depth: int  # blocks of the longest stack, of which an encoder-decoder has two
     ends: tuple[int, ...]  # elements of each tensor outside the blocks: embeddings, head, norms
     adapter: int  # elements of the adapter
     inputs: int  # input channels of all adapted layers of a block
@@ -157,16 +163,16 @@ class BackboneSizes:
         trained[1] += on_experts
         experts = max((config[name] for name in _EXPERTS if isinstance(config.get(name), int)), default=0)
         chosen = _first_integer(config, *ROUTED) if routed else 0
-        hidden = _first_integer(config, "hidden_size", "n_embd", "d_model")
-        heads = _first_integer(config, "num_attention_heads", "n_head", "num_heads", "n_heads")
+        hidden, heads = _first_integer(config, *_WIDTHS), _first_integer(config, *_HEADS)
         return cls(
             kind=str(config.get("model_type")), hidden=hidden, feed_forward=_feed_forward_width(config, hidden, chosen),
             heads=heads, groups=_first_integer(config, "num_key_value_heads", default=heads),
             vocabulary=(words := _first_integer(config, "vocab_size", default=1)),
             wide=4 if gated else next((kept for name, kept in _WIDE.items() if name in config.values()), 3),
-            blocks=tuple(blocks.values()), ends=tuple(sorted(ends, reverse=True)), adapter=sum(trained) + outer,
+            blocks=tuple(blocks.values()), depth=1 + max(number for _, number in blocks),
+            ends=tuple(sorted(ends, reverse=True)), adapter=sum(trained) + outer,
             inputs=inputs // len(blocks), products=(multiplied + routed * chosen // max(experts, 1)) // len(blocks),
-            head=_first_integer(config, "head_dim", default=hidden // heads), normed=normed,
+            head=_first_integer(config, "head_dim", "d_kv", default=hidden // heads), normed=normed,
             ranks=(ranks[0] // len(blocks), ranks[1] // len(blocks)),
             trained=(trained[0] // len(blocks), trained[1] // len(blocks)),
             adapted_widths=(adapted_widths[0] // len(blocks), adapted_widths[1] // len(blocks)),
@@ -188,7 +194,7 @@ class BackboneSizes:
             ends = list(self.ends)
             for elements in self.output:
                 ends.remove(elements)
-            new = classes * self.hidden
+            new = classes * self.hidden + (self.hidden + 1) * self.hidden * (self.kind in _DENSE_HEADS)
             return dataclasses.replace(
                 self, ends=tuple(ends), output=(), outputs=classes, adapter=self.adapter + new, whole_rows=True
             )
@@ -229,7 +235,7 @@ def read_sizes(model: str | Path, adapter: Adapter) -> BackboneSizes:
         return _sizes_from_config(config, adapter, str(path))
     if (shape := known_shape(name)) is not None:
         return _sizes_from_config(dict(shape), adapter, name)
-    if path.is_file():
+    if path.is_file() and path.suffix != ".gguf":
         raise UserError(f"--model {name} is a file; name a directory with config.json, or that config.json")
     try:
         from ..models.backbone import open_backbone
@@ -299,7 +305,7 @@ def attention_dropout(config: Mapping[str, Any]) -> float | None:
 
 def _feed_forward_width(config: Mapping[str, Any], hidden: int, routed: int) -> int:
     """Return the channels between a block's feed-forward maps; with experts, of all a token meets, shared ones too."""
-    dense = _first_integer(config, "intermediate_size", "n_inner", "d_ff", default=4 * hidden)
+    dense = _first_integer(config, *_FEED_FORWARDS, default=4 * hidden)
     if not routed:
         return dense
     expert_width = _first_integer(config, "moe_intermediate_size", default=dense)
@@ -355,5 +361,5 @@ def _first_integer(config: Mapping[str, Any], *names: str, default: int | None =
     numbers = (max(value) if isinstance(value, list) and value else value for value in values)
     number_found = next((number for number in numbers if isinstance(number, int) and number > 0), default)
     if number_found is None:
-        raise UserError(f"config.json says nothing of {names[0]}, so mesh.auto cannot tell what fits; set the axes")
+        raise UserError(f"config.json says nothing of {names[0]}, so nobody can tell what fits; write it there")
     return number_found

@@ -2,10 +2,9 @@
 and the pipeline bubble.
 
 The form is that of Megatron-LM's own accounting (2104.04473 §5.1, 2205.05198): a block of width h over b sequences of s
-tokens multiplies 24·b·s·h² + 4·b·s²·h FLOPs forward. Full training takes three times that, with frozen weights twice
-(their gradients are not needed), and a recomputed forward pass once more. The constants were fitted only on the ten
-rows of 2104.04473, Table 1 (A100, full training), whose kernels are fused; their errors elsewhere are in
-docs/does-it-fit.md.
+tokens multiplies 24·b·s·h² + 4·b·s²·h FLOPs forward. Full training takes three times that, with frozen weights twice,
+and a recomputed forward pass once more. The constants were fitted on the ten rows of 2104.04473, Table 1 (A100, full
+training, fused kernels); their errors elsewhere are in docs/does-it-fit.md.
 """
 
 from __future__ import annotations
@@ -52,12 +51,13 @@ class DeviceSpec:
     flops: float  # FLOP/s, dense bf16 (fp16 where there is none)
     bandwidth: float  # memory bandwidth, bytes/s
     link: float  # bytes/s in one direction to the other devices of its node
+    bf16: bool = True  # False: its matrix units take fp16 alone
 
 
 GB = 1e9
 DEVICES = {
-    "V100-32": DeviceSpec(32 * GB, 125e12, 0.9e12, 150 * GB),
-    "T4": DeviceSpec(16 * GB, 65e12, 0.32e12, 16 * GB),
+    "V100-32": DeviceSpec(32 * GB, 125e12, 0.9e12, 150 * GB, bf16=False),
+    "T4": DeviceSpec(16 * GB, 65e12, 0.32e12, 16 * GB, bf16=False),
     "A10": DeviceSpec(24 * GB, 125e12, 0.6e12, 32 * GB),
     "L4": DeviceSpec(24 * GB, 121e12, 0.3e12, 32 * GB),
     "L40S": DeviceSpec(48 * GB, 362e12, 0.864e12, 32 * GB),

@@ -279,8 +279,16 @@ class InputFormat:
         that the prompt cannot render (unless skipped)."""
         from ..data.example import GenerationPrompt
 
-        texts = [(row, self.render(row)) for row in rows]
-        return [GenerationPrompt(row.id, text, self.token_ids(tokenizer, text)) for row, text in texts], []
+        prompts, skipped = list[GenerationPrompt](), list[str]()
+        for row in rows:
+            try:
+                text = self.render(row)
+                prompts.append(GenerationPrompt(row.id, text, self.token_ids(tokenizer, text), where=row.where))
+            except UserError as error:
+                if bad_rows == "refuse":
+                    raise
+                skipped.append(str(error))
+        return prompts, skipped
 
     def template_record(self) -> dict[str, str] | None:
         """Return `path, sha256` of the chat template file that the settings name, for a manifest; None if they name
@@ -404,12 +412,12 @@ class _WholeTextFormat(InputFormat):
 
 
 def check_task_metrics(task: BaseTask) -> None:
-    """Raise UserError for unknown `task.metrics`, or if no answers are generated for them."""
+    """Raise UserError for unknown `metrics`, or if no answers are generated for them."""
     if task.metrics and task.score != "generate":
-        raise UserError("task.metrics evaluates generated text; set task.score: generate, or leave it out")
+        raise UserError("metrics evaluates generated text; set task.score: generate, or leave it out")
     names = metric_names("agreement")
     for name in task.metrics:
         if name not in names:
             nearest = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(names)}"
-            raise UserError(f"task.metrics: no metric {name!r} of answers; {hint}")
+            raise UserError(f"metrics: no metric {name!r} of answers; {hint}")

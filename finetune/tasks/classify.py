@@ -33,7 +33,6 @@ class Classify(SequenceLevelTask):
     loss of a row is the sum of binary cross entropies over classes."""
     separator: str | None = None
     """Separator of classes in a label given as text (multi); surrounding whitespace is ignored. Null: a comma."""
-
     loss: Literal["squared"] | None = None
     """`squared`: Σ_c (output − 1 for the row's class, 0 for the others)², as in studies of least squares; the
     prediction is still the highest output. Null: cross entropy."""
@@ -63,7 +62,8 @@ class Classify(SequenceLevelTask):
     def residuals(self, logits: Tensor, labels: Tensor) -> Tensor:
         import torch.nn.functional as F
 
-        return F.one_hot(labels, logits.shape[1]).float() - logits.float()
+        wanted = F.one_hot(labels.clamp(min=0), logits.shape[1]).float()
+        return (wanted - logits.float()) * (labels >= 0)[:, None]  # −100: a row that fills a pipeline's piece up
 
     @property
     def no_axes(self) -> Mapping[str, str]:

@@ -121,32 +121,22 @@ class Completion(TemplateTask):
             context, targets, shorter = fit_completion(
                 prefix, prompt, answer, encoder.max_length, reserve=reserve, left=encoder.left
             )
-            truncation = Truncation(
-                len(prefix) + len(prompt) + max(len(answer), reserve),
-                shorter,
-                answer=len(targets) < len(answer),
-                prompt=bool(prompt) and len(context) == len(prefix),
-            )
+            needs, lost = len(prefix) + len(prompt) + max(len(answer), reserve), len(context) == len(prefix)
+            truncation = Truncation(needs, shorter, answer=len(targets) < len(answer), prompt=bool(prompt) and lost)
             if not answers[i].strip() or not ids or len(context) + len(targets) < 2:
                 yield "the completion is empty", truncation
                 continue
             if not context and self.score != "perplexity":
-                reason = f"the prompt is empty, so score: {self.score} has nothing to start from"
-                yield reason, truncation
+                yield f"the prompt is empty, so score: {self.score} has nothing to start from", truncation
                 continue
             # Without context, nothing predicts the first token of the answer.
             labels = [IGNORE] * len(context) + targets if context else [IGNORE, *targets[1:]]
-            example = Example(
-                [*context, *targets],
-                labels,
-                row.id,
-                row.where,
-                encoder.bytes(answers[i], batch, i, 0 if context else 1, min(len(ids), len(targets))),
-                choices=choices[i] if choices else None,
+            size = encoder.bytes(answers[i], batch, i, 0 if context else 1, min(len(ids), len(targets)))
+            yield Example(
+                [*context, *targets], labels, row.id, row.where, size, choices=choices[i] if choices else None,
                 gold=label_index(row, names) if names is not None else None,
                 answer=texts[i][1] if self.score == "generate" else None,
-            )
-            yield example, truncation
+            ), truncation  # fmt: skip
 
     def placeholders(self, label_names: Sequence[str] | None) -> dict[str, Any]:
         return {"label": (label_names or ("",))[0]}

@@ -292,10 +292,11 @@ class _ChatPreferenceFormat(ChatFormat):
     def build_prompts(
         self, rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, *, bad_rows: str = "refuse"
     ) -> tuple[list[GenerationPrompt], list[str]]:
+        from ..data.rows import parse_turns
+
         conversations = []
         for row in rows:
-            prompt = row.values.get("prompt")
-            turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+            turns = parse_turns(row.values.get("prompt"), "user")
             conversations.append(dataclasses.replace(row, values={**row.values, "messages": turns}))
         return super().build_prompts(conversations, tokenizer, bad_rows=bad_rows)
 

@@ -113,13 +113,8 @@ class Seq2Seq(TemplateTask):
             if empty or not source:
                 yield f"the {'target' if empty else 'prompt'} is empty", truncation
                 continue
-            example = Example(
-                source,
-                labels,
-                row.id,
-                row.where,
-                decoder.bytes(targets[i], batch, i, 0, min(len(ids), room)),
+            size = decoder.bytes(targets[i], batch, i, 0, min(len(ids), room))
+            yield Example(
+                source, labels, row.id, row.where, size, decoder_ids=[decoder_start, *labels[:-1]],
                 answer=texts[i][1] if self.score == "generate" else None,
-                decoder_ids=[decoder_start, *labels[:-1]],
-            )
-            yield example, truncation
+            ), truncation  # fmt: skip

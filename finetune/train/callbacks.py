@@ -25,7 +25,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..errors import UserError
-from ..evaluate.metrics import find_metric
+from ..evaluate.metrics import METRICS, find_metric
 from .stage import TrainingStage, full_evaluation_metric
 
 _EVENTS = {
@@ -65,14 +65,9 @@ class Callbacks:
 
         self.control = TrainerControl()
         self.state = TrainerState(
-            max_steps=train.steps,
-            logging_steps=1,
-            eval_steps=train.evaluation_interval,
-            save_steps=train.save_every,
-            train_batch_size=train.batch_size,
-            is_local_process_zero=is_main,
-            is_world_process_zero=is_main,
-        )
+            max_steps=train.steps, logging_steps=1, eval_steps=train.evaluation_interval, save_steps=train.save_every,
+            train_batch_size=train.batch_size, is_local_process_zero=is_main, is_world_process_zero=is_main,
+        )  # fmt: skip
         self.args = CallbackArguments(
             output_dir=str(stage.run.path), max_steps=train.steps, per_device_train_batch_size=train.batch_size,
             gradient_accumulation_steps=train.accumulate, learning_rate=optimizer.lr,
@@ -124,12 +119,12 @@ class Callbacks:
             self.fire("step_begin")
 
     def report(self, row: Mapping[str, Any]) -> None:
-        """Report a row of metrics.jsonl: `loss`, `grad_norm`, `learning_rate` and so on, or `eval_loss`."""
+        """Report a row of metrics.jsonl: `loss`, `grad_norm`, `learning_rate` and so on, or `eval_NAME` of metrics."""
         if not self.callbacks:
             return
         numbers = {k: v for k, v in row.items() if isinstance(v, int | float) and k not in ("attempt", "step")}
         if row["split"] == "dev":
-            numbers = {f"eval_{name}": value for name, value in numbers.items() if name in ("loss", "accuracy")}
+            numbers = {f"eval_{name}": value for name, value in numbers.items() if name in METRICS}
         elif "lr" in numbers:
             numbers["learning_rate"] = numbers.pop("lr")
         self.state.log_history.append({**numbers, "step": row["step"]})

@@ -55,13 +55,6 @@ _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|
 """Lower-case names that transformers' `Trainer.get_decay_parameter_names` excludes from weight decay."""
 
 
-def is_fixed(name: str, settings: Optimizer) -> bool:
-    """Return True if `settings.fixed` keeps a trained tensor at its initial values."""
-    fixed = settings.fixed or ()
-    is_a = ".lora_A." in name or name.endswith(".lora_embedding_B")
-    return ("a" in fixed and is_a) or ("head" in fixed and ".lora_" not in name)
-
-
 def has_weight_decay(name: str, tensor: Tensor) -> bool:
     """Return True if weight decay applies to a trained tensor: matrices, but no bias, no norm, no vector.
 
@@ -242,12 +235,10 @@ class AdapterOptimizer:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], settings: Optimizer) -> None:
         """Create the optimizer. Raises UserError if `settings.kind` needs something that is not available
-        (`check_optimizer`), or nothing is left to train."""
-        self.parameters = {name: p for name, p in parameters.items() if not is_fixed(name, settings)}
+        (`check_optimizer`)."""
+        self.parameters = {name: p for name, p in parameters.items() if not settings.is_fixed(name)}
         """Parameters that are not fixed."""
         self._fixed = [p for name, p in parameters.items() if name not in self.parameters]
-        if self._fixed and not self.parameters:
-            raise UserError(f"optimizer.fixed: {', '.join(settings.fixed or ())} leaves nothing that trains")
         narrow = {name: p for name, p in self.parameters.items() if p.dtype != torch.float32}
         self.masters: dict[str, Tensor] = {name: p.detach().float().requires_grad_() for name, p in narrow.items()}
         self._updated: dict[str, Tensor] = {name: self.masters.get(name, p) for name, p in self.parameters.items()}

@@ -27,7 +27,7 @@ from ..models.anatomy import transformer_blocks
 from ..models.quantize import quantization_scales
 from ..parallel.engine import Engine
 from ..parallel.layout import local_part
-from ..planner.memory import MemoryPlan, memory_plan, optimizer_bytes
+from ..planner.memory import MemoryPlan, memory_plan, optimizer_state_bytes
 from ..planner.rules import RuleSettings, broken_rule
 from ..run_directory import resume_command
 from .checkpointer import Checkpointer, checkpoint_steps
@@ -103,14 +103,13 @@ def plan_memory(engine: Engine, *, train: Train, optimizer: Optimizer, measured:
     """Return the memory plan of this rank. On a mesh activations are not planned: they are the measured remainder."""
     if engine.world.size == 1:
         try:
-            return memory_plan(engine.model, train=train, kind=optimizer.kind)
+            return memory_plan(engine.model, train=train, optimizer=optimizer)
         except Exception:  # too little memory even for a short row
             gc.collect()
     adapter = sum(local_part(p).nbytes for p in engine.parameters.values())
     frozen = sum(local_part(p).nbytes for p in engine.model.parameters() if not p.requires_grad)
     frozen += sum(scale.nbytes for scale in quantization_scales(engine.model).values())
-    sizes = {name: local_part(p).numel() for name, p in engine.parameters.items()}
-    moments = optimizer_bytes(sizes, optimizer.kind, masters=train.adapter_precision == "bf16")
+    moments = optimizer_state_bytes(engine.parameters, optimizer, train)
     activations = max(0, measured.used - (frozen + 2 * adapter + moments))
     return MemoryPlan(frozen, adapter, adapter, moments, activations)
 
@@ -141,8 +140,7 @@ def propose_changes(
         saves = _four_bit_savings(engine.model)
         changes.append(SettingChange("train.quantization: nf4", "another backbone, to rounding; extra `quant`", saves))
     if optimizer.kind == "adamw" and world.size == 1:
-        sizes, masters = {n: p.numel() for n, p in engine.parameters.items()}, train.adapter_precision == "bf16"
-        saves = plan.optimizer - optimizer_bytes(sizes, "adamw-8bit", masters=masters)
+        saves = plan.optimizer - optimizer_state_bytes(engine.parameters, replace(optimizer, kind="adamw-8bit"), train)
         changes.append(SettingChange("optimizer.kind: adamw-8bit", "moments in 8 bits; extra `quant`", saves))
     if (shorter := train.max_length // 2) >= 2:
         cost = "longer samples are cut"

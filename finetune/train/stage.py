@@ -15,7 +15,7 @@ from ..data.batches import TrainingDataLoader
 from ..data.example import Example
 from ..digests import DONE
 from ..errors import UserError
-from ..evaluate.metrics import find_metric
+from ..evaluate.metrics import find_metric, metric_names
 from ..models.anatomy import describe_prefix
 from ..parallel.engine import Engine
 from ..planner.rules import RuleSettings
@@ -96,9 +96,9 @@ class TrainingStage:
         return self.run.stage(self.name)
 
 
-def check_metric(metric: str, task: Task, setting: str) -> None:
-    """Raise UserError, beginning with `setting`, for a metric that `task` does not have; `auto` and `loss` always
-    pass."""
+def check_metric(metric: str, task: Task, setting: str, dev: Sequence[Example] = ()) -> None:
+    """Raise UserError, beginning with `setting`, for a metric that `task` does not have, or that is of pairs or answers
+    where none of the examples `dev` has one; `auto` and `loss` always pass."""
     if metric in ("auto", "loss"):
         return
     if metric == "accuracy" and not task.traits.has_accuracy and "accuracy" not in task.figure_names:
@@ -106,6 +106,11 @@ def check_metric(metric: str, task: Task, setting: str) -> None:
     if metric not in task.figure_names or find_metric(metric).is_floor:
         known = ", ".join(name for name in task.figure_names if not find_metric(name).is_floor)
         raise UserError(f"{setting}: {metric} is not evaluated for task.kind: {task.kind} as set; there are {known}")
+    of_answers = metric in metric_names("answers", "seq2seq", "agreement")
+    if of_answers and dev and all(example.answer is None for example in dev):
+        raise UserError(f"{setting}: {metric} compares answers, and train.max_length cuts off that of every dev row")
+    if metric in ("preference_accuracy", "reward_margin") and dev and dev[0].rejected_ids is None:
+        raise UserError(f"{setting}: {metric} is of pairs, and dev rows are single answers; take loss")
 
 
 def full_evaluation_metric(train: Train, task: Task) -> str | None:

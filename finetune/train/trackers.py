@@ -149,14 +149,9 @@ class Wandb:
         folder = path / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         self._run: Any = wandb.init(
-            project=settings.project,
-            name=path.name,
-            id=run_id(path),
-            resume="allow",
-            dir=str(folder),
-            mode="online" if settings.online else "offline",
-            config=dict(config),
-        )
+            project=settings.project, name=path.name, id=run_id(path), resume="allow", dir=str(folder),
+            mode="online" if settings.online else "offline", config=dict(config),
+        )  # fmt: skip
         self._stages: set[str] = set()
 
     def log(self, row: Mapping[str, Any]) -> None:

@@ -109,7 +109,7 @@ class Trainer:
                 of another adapter, a recording on a mesh.
         """
         check_length(self.engine, self.stage.batches)
-        check_metric(self.train.best, self.stage.task, "train.best")
+        check_metric(self.train.best, self.stage.task, "train.best", self.stage.dev)
         if (result := finished_result(self.stage)) is not None:
             self.engine.load_adapter(self.stage.folder / "adapter")
             return result
@@ -243,6 +243,8 @@ class Trainer:
         self.metric = full_evaluation_metric(train, stage.task)
         self.lr_scheduler = Schedule.of(train, stage.optimizer, stage.folder)
         self.optimizer = AdapterOptimizer(engine.parameters, stage.optimizer)
+        if stage.optimizer.fixed and not engine.world.any(bool(self.optimizer.parameters)):
+            raise UserError(f"optimizer.fixed: {', '.join(stage.optimizer.fixed)} leaves nothing that trains")
         if stage.optimizer.kind in FACTOR_OPTIMIZERS and not engine.world.any(bool(self.optimizer.pairs)):
             raise UserError(
                 f"optimizer.kind: {stage.optimizer.kind} steps the factors of linear layers, and adapter.targets names "
@@ -315,23 +317,26 @@ class Trainer:
         )
 
     def _begin(self) -> None:
-        """Take over the restored state; record step 0; repeat a dev evaluation that a signal cut off."""
-        state = self.state
+        """Take over the restored state; record step 0; repeat a dev evaluation that a signal cut off, or make the last
+        one of a stage that is to end at the step at which it was interrupted."""
+        state, train = self.state, self.train
         self.started = time.monotonic() - state.seconds
         self.engine.model.train()
-        if state.step == self.lr_scheduler.begin:  # a run that had stopped early is extended
-            state.stopped_early, state.misses = False, 0
         self.callbacks.restore(state.callbacks)
         self.loss_scale.restore(state.loss_scale)
         if state.step == 0:
             self.recorder.record(state, self.checkpointer.attempt)
-            if self.train.spikes is not None:
+            if train.spikes is not None:
                 self.save()  # a rollback needs a checkpoint to return to
         self._update_callbacks()
         self.callbacks.fire("train_begin")
-        if state.evaluation_pending:
-            self.evaluate_dev()
+        if state.evaluation_pending or state.step == train.steps:
+            if self.stage.dev:
+                self.evaluate_dev()
+            state.stopped_early |= self._callback_requests("training_stop") and state.step < train.steps
             self.recorder.record(state, self.checkpointer.attempt)
+        if state.step == self.lr_scheduler.begin:  # a run that had stopped early is extended
+            state.stopped_early, state.misses = False, 0
 
     @contextlib.contextmanager
     def _forward_context(self, step: int, micro: int) -> Iterator[None]:
@@ -357,7 +362,6 @@ class Trainer:
         return MetricsRow(state.step, values)
 
     def _roll_back(self, rejected: RejectionReason) -> None:
-
         def reattach() -> None:
             self.regularizer.detach()
             self._attach_regularizer()
@@ -428,15 +432,11 @@ class Trainer:
             ):
                 metrics: dict[str, Any] = dev_metrics(self.engine, stage.dev, batching, task=stage.task, head=self.head)
                 if self.metric is not None:  # of every metric, the same on every rank
-                    metrics[self.metric] = evaluate(
-                        self.engine.eval_model,
-                        self.tokenizer,
-                        stage.dev,
-                        task=stage.task.for_evaluation(),
-                        config=replace(stage.evaluate, bootstrap=1),
-                        inference=batching,
-                        label_names=stage.label_names,
-                    )[self.metric]["value"]
+                    found = evaluate(
+                        self.engine.eval_model, self.tokenizer, stage.dev, task=stage.task.for_evaluation(),
+                        config=replace(stage.evaluate, bootstrap=1), inference=batching, label_names=stage.label_names,
+                    )  # fmt: skip
+                    metrics[self.metric] = found[self.metric]["value"] if self.metric in found else None
         except Interrupted as error:
             self.engine.reshard()
             self.save()
@@ -482,11 +482,8 @@ class Trainer:
                 for name, parameter in self.engine.parameters.items():
                     parameter.copy_(state.best[name])
         shared = StageResult.__dataclass_fields__.keys() & vars(state).keys()
-        result = StageResult(
-            steps=state.step,
-            rewinds=len(state.rewinds),
-            **{name: getattr(state, name) for name in shared - {"rewinds"}},
-        )
+        own = {name: getattr(state, name) for name in shared - {"rewinds"}}
+        result = StageResult(steps=state.step, rewinds=len(state.rewinds), **own)
         rates = self.throughput.total_rates()
         with disk_full_interrupts(f"saving the adapter of {stage.name}"):
             self.engine.save_adapter(stage.folder / "adapter")

@@ -28,7 +28,7 @@ SUMMARIES = {
     "push": "upload a folder of export or merge to a model hub",
     "recipes": "list, show or copy the shipped recipes, or translate one of another tool",
     "schema": "JSON schema of recipes, for completion in editors",
-    "doctor": "environment, versions, devices, shadowed names",
+    "doctor": "environment, versions, devices, what is missing; secrets in a directory",
 }
 
 

@@ -35,8 +35,8 @@ class Flags:
     """Sample from the softmax of logits / temperature; by default decoding is greedy."""
     top_p: float | None = None
     """Sample among the likeliest tokens that together have this probability."""
-    seed: int = 0
-    """Random seed of sampling; each turn derives its own."""
+    seed: int | None = None
+    """Random seed of sampling; 0 by default. Each turn derives its own."""
     device: str | None = None
     """auto, cpu, cuda or cuda:N; by default the runs' own."""
 
@@ -49,10 +49,9 @@ def run(argv: list[str]) -> int:
 
     given = {key: getattr(flags, key) for key in ("max_new_tokens", "temperature", "top_p")}
     decoding: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    try:
-        Decoding(**decoding)
-    except ValueError as error:
-        raise UserError(f"chat: {error}") from None
+    Decoding(**decoding)  # refuses settings that contradict each other before a model is loaded
+    if flags.seed is not None and not flags.temperature:
+        raise UserError("--seed is of draws, which --temperature makes; set that, or leave --seed out")
     overrides = [] if flags.device is None else [from_override("train.device", flags.device, "--device")]
     print(f"loading {', '.join(map(str, flags.runs))}", file=sys.stderr, flush=True)
     runs = GenerativeRuns(flags.runs, overrides=overrides)
@@ -85,7 +84,7 @@ def run(argv: list[str]) -> int:
             count += 1
             asked = [*turns, {"role": "user", "content": line}]
             try:
-                seeded = {**decoding, "seed": (flags.seed + count) % 2**63}
+                seeded = {**decoding, "seed": ((flags.seed or 0) + count) % 2**63}
                 question = runs.ask(name, asked, decoding=seeded, on_text=partial(print, end="", flush=True))
                 runs.answer([question])
             except UserError as error:  # concerns this turn only; the next may fit

@@ -14,6 +14,7 @@ from flatshift import api, outcome
 from flatshift.command_line import parse_command, print_result, spawn_ranks
 from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.recipe.auto import find_mesh_overrides, mesh_flags
+from flatshift.finetune.assets import backbone_directory
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.launch import job, spawn
 from flatshift.finetune.redaction import join_command
@@ -119,15 +120,15 @@ class Flags:
     def asks_for_several(self) -> bool:
         """True if the flags need the side-by-side evaluation instead of one run's own."""
         names = ("group_by", "trained", "window", "overlap", "out", "prompt", "samples", "probe")
-        return (
-            len(self.subjects) > 1 or any(getattr(self, name) for name in names) or not self._is_run(self.subjects[0])
-        )
+        changed = any(getattr(self, name) != getattr(Flags, name) for name in names)
+        return changed or len(self.subjects) > 1 or not self._is_run(self.subjects[0])
 
     @staticmethod
     def _is_run(name: str) -> bool:
         """Return True for a run directory, and for one that is no backbone, whose reader reports what is wrong."""
-        path = Path(name)
-        return (path / "recipe.resolved.yaml").is_file() or (path.is_dir() and not (path / "config.json").is_file())
+        path, is_shipped = Path(name), backbone_directory(name) is not None
+        is_other = path.is_dir() and not is_shipped and not (path / "config.json").is_file()
+        return (path / "recipe.resolved.yaml").is_file() or is_other
 
     @property
     def run(self) -> Path:

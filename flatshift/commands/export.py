@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -98,7 +99,8 @@ def _export_deployment(flags: Flags, out: Path) -> int:
     print(out)
     print(*comparison_lines(result["compared"]), sep="\n")
     if flags.to == "vllm":
-        print(f"in that folder `python check_vllm.py` compares vLLM with the run, and `vllm serve {out}` serves it")
+        serve = shlex.join(["vllm", "serve", str(out)])
+        print(f"in that folder `python check_vllm.py` compares vLLM with the run, and `{serve}` serves it")
         return 0
     if result["tokens"]:
         print(

@@ -57,12 +57,11 @@ def run(argv: list[str]) -> int:
     if not prompts and not flags.data and not sys.stdin.isatty():
         prompts = _lines_of_input()
     names = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "num_beams")
-    decoding = {name: getattr(flags, name) for name in names}
+    decoding = {name: value for name in names if (value := getattr(flags, name)) is not None}
     from flatshift.experiments.workflows.generate import format_answers, generate_from_run
 
     records = generate_from_run(
-        flags.run, prompts=prompts, data=flags.data, raw=flags.raw,
-        decoding={name: value for name, value in decoding.items() if value is not None}, batch_size=flags.batch_size,
+        flags.run, prompts=prompts, data=flags.data, raw=flags.raw, decoding=decoding, batch_size=flags.batch_size,
         overrides=overrides, out=flags.out, quiet=flags.json,
     )  # fmt: skip
     if flags.json:

@@ -41,8 +41,8 @@ class Flags:
     """Bandwidth in GB/s from a device to others of its node, one direction; by default from its data sheet."""
     ib: float | None = None
     """Bandwidth in GB/s from a device to other nodes; 25 by default."""
-    checkpointing: Literal["any", "none", "selective", "full"] = "any"
-    """Activation checkpointing mode; any: the best of all."""
+    checkpointing: Literal["any", "none", "selective", "full"] | None = None
+    """Activation checkpointing mode; any: the best of all. Default: the recipe's if it names one, else any."""
     price: float | None = None
     """Price of a device per hour; prints the cost of the recipe's steps."""
     tokens: float | None = None

@@ -43,7 +43,7 @@ def run(argv: list[str]) -> int:
         address = push_to_hub(flags.folder, flags.destination, public=flags.public, message=flags.message)
         print_result({"address": address}, address, as_json=flags.json)
     card = flags.folder / "README.md"
-    if not flags.json and card.is_file() and "to fill in" in card.read_text(encoding="utf-8").lower():
+    if not flags.json and card.is_file() and "to fill in" in card.read_text(encoding="utf-8", errors="replace").lower():
         print("its card has places to fill in: licences of adapter, backbone and data")
     return 0
 

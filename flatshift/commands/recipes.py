@@ -14,7 +14,7 @@ from tyro.conf import Positional
 from flatshift.command_line import parse_flags, print_json, print_result
 from flatshift.experiments.recipe import gallery_recipes, read_shipped_recipe, shipped_recipes
 from flatshift.finetune.atomic import write_text
-from flatshift.finetune.errors import UserError
+from flatshift.finetune.errors import UserError, user_path
 from flatshift.finetune.lock import exclusive_lock
 
 
@@ -52,7 +52,7 @@ def run(argv: list[str]) -> int:
         wanted = f"FILE of {tools}" if flags.action == "from" else "NAME of `flatshift recipes`"
         raise UserError(f"recipes {flags.action} needs a {wanted}")
     if flags.action == "from":
-        return _translate(flags, Path(flags.name))
+        return _translate(flags, user_path(flags.name))
     text = read_shipped_recipe(flags.name)
     if flags.action == "show":
         sys.stdout.write(text)
@@ -96,11 +96,11 @@ def _translate(flags: Flags, file: Path) -> int:
     from flatshift.experiments.recipe.translate import translate_recipe
 
     translated = translate_recipe(file)
-    if flags.json:
-        print_json(asdict(translated))
     if flags.out is not None:
         _write_new(flags.out, translated.text)
-    if not flags.json:
+    if flags.json:
+        print_json(asdict(translated))
+    else:
         sys.stdout.write(translated.text if flags.out is None else f"{flags.out}\n")
     if translated.unknown:
         lines = "".join(f"\n  {line}" for line in translated.unknown)

@@ -9,7 +9,7 @@ from tyro.conf import Positional
 
 from flatshift import outcome
 from flatshift.api import draw_report
-from flatshift.command_line import data_override, parse_command, print_json
+from flatshift.command_line import data_override, parse_command, print_json, remove_flags
 from flatshift.experiments.recipe.schema import SweepOptions
 from flatshift.finetune.errors import UserError
 
@@ -40,5 +40,5 @@ def run(argv: list[str]) -> int:
     if flags.json:
         print_json(outcome.summarize_sweep(flags.out))
     else:
-        outcome.print_sweep_outcome(flags.out, argv)
+        outcome.print_sweep_outcome(flags.out, remove_flags(argv, ["seeds"], several="merge"))
     return code

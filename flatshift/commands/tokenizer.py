@@ -19,8 +19,8 @@ class Flags:
     """Compare tokenizers on texts: tokens per word and byte, split words, byte tokens, unknowns, by language."""
 
     names: Positional[tuple[str, ...]]
-    """Backbones (shipped name, directory, hub name), directories with a tokenizer, or tokenizer.json files; or `train`
-    alone, which trains tokenizers (`flatshift tokenizer train --help`)."""
+    """Backbones (shipped name, directory, GGUF file, hub name), directories with a tokenizer, or tokenizer.json files;
+    or `train` alone, which trains tokenizers (`flatshift tokenizer train --help`)."""
     data: tuple[str, ...] = ()
     """Files of texts."""
     text_column: str = "text"
@@ -29,8 +29,8 @@ class Flags:
     """A column of the rows, for example their language: every metric for each of its values."""
     reference: str | None = None
     """Reference group for parity: tokens of the same sentences, divided by those of this group."""
-    parallel: str = "id"
-    """Column that identifies rows with the same sentence."""
+    parallel: str | None = None
+    """Column that identifies rows with the same sentence; `id` by default."""
     out: Path | None = None
     """New directory for tokenizers.json and a page."""
     json: bool = False
@@ -89,13 +89,15 @@ def run(argv: list[str]) -> int:
 def _run_train(argv: list[str]) -> int:
     flags = parse_flags(TrainFlags, "tokenizer train", argv)
     from flatshift.experiments.report.chapters.tokenizer import page
-    from flatshift.experiments.workflows.tokenizer import format_scheme_comparison, train_schemes
+    from flatshift.experiments.workflows.tokenizer import format_document, format_scheme_comparison, train_schemes
     from flatshift.finetune.train.small_decoder import SmallDecoder
 
     try:
         model = SmallDecoder(bytes=flags.bytes, hidden=flags.hidden, layers=flags.layers)
     except ValueError as error:
         raise UserError(f"tokenizer train: {error}") from None
+    if not flags.seeds and model != SmallDecoder():
+        raise UserError("--bytes, --hidden and --layers are of models, and --seeds 0 trains none; leave them out")
     document = train_schemes(
         flags.schemes, data=flags.data, out=flags.out, vocabulary=flags.vocabulary, seeds=flags.seeds,
         held_out=flags.held_out, group_by=flags.group_by, columns=Columns(text=flags.text_column), model=model,
@@ -104,5 +106,5 @@ def _run_train(argv: list[str]) -> int:
     if flags.json:
         print_json(document)
     else:
-        print(*filter(None, [format_scheme_comparison(document), str(flags.out / "report.html")]), sep="\n")
+        print(format_scheme_comparison(document) or format_document(document), flags.out / "report.html", sep="\n")
     return 0

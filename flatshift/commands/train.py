@@ -11,14 +11,7 @@ from tyro.conf import Positional
 
 from flatshift import outcome
 from flatshift.api import draw_report
-from flatshift.command_line import (
-    data_override,
-    parse_command,
-    print_json,
-    remove_flags,
-    spawn_ranks,
-    split_overrides,
-)
+from flatshift.command_line import data_override, parse_command, print_json, remove_flags, spawn_ranks, split_overrides
 from flatshift.experiments.recipe import Resolved, load_recipe, recipe_like, resume_recipe
 from flatshift.experiments.recipe.auto import axis_flags, find_mesh_overrides, mesh_flags
 from flatshift.experiments.recipe.schema import ExecutorOptions, format_keys_by_block
@@ -131,10 +124,8 @@ def _run_on_cluster(flags: Flags, argv: list[str], overrides: Sequence[Branch]) 
         raise UserError("--out is missing: with --on name a new directory on a disk that all nodes see")
     from flatshift.experiments.studies.executors.ranks import check_same_run, train_on_cluster
 
-    if flags.resume is not None:
-        resolved = resume_recipe(out, overrides)
-    else:
-        resolved = _load_new_recipe(flags, overrides)
+    resolved = resume_recipe(out, overrides) if flags.resume is not None else _load_new_recipe(flags, overrides)
+    if flags.resume is None:
         check_same_run(out, resolved)
     command = ["train", *remove_flags(argv, _CLUSTER_FLAGS)]
     with pause_heartbeat():

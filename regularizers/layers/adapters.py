@@ -52,7 +52,8 @@ class AdapterParameters:
         placement.sum_pipeline(count)
         if int(count) == 0:
             raise RegularizerError(
-                "the model trains no LoRA factor; attach a LoRA adapter first (adapter.targets: all-linear)"
+                "the model trains no LoRA factor; attach a LoRA adapter first (adapter.targets: all-linear), or load "
+                "one with is_trainable=True"
             )
 
     def require_float32(self, change: str) -> None:

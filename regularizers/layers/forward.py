@@ -25,14 +25,14 @@ Term = Callable[[Tensor, Tensor], Tensor]
 class ForwardWithTerm:
     """A layer's forward followed by a term."""
 
-    def __init__(self, layer: Any, own: Forward, term: Term) -> None:
-        self.layer, self.term = layer, term
-        self.own = own
+    def __init__(self, swap: ForwardSwap, term: Term) -> None:
+        self.swap, self.term = swap, term
+        self.own = swap.begin()
         """The previous forward; `flatshift.regularizers.layers.fused` may substitute an equivalent one."""
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         y = self.own(x, *args, **kwargs)
-        return y if self.layer.disable_adapters else self.term(y, x)
+        return self.term(y, x) if self.swap.applies() else y
 
 
 class ForwardSwap:
@@ -44,6 +44,8 @@ class ForwardSwap:
         """The layer's own forward; None while nothing is replaced."""
         self.patched: Forward | None = None
         """Forward that an earlier patch had set on the layer itself; None for the forward of its class."""
+        self.adapters: list[str] = []
+        """Active adapters when the forward was replaced."""
 
     def begin(self) -> Forward:
         """Save the layer's forward and return it; `put` may follow. Raises RegularizerError if the adapter is merged
@@ -54,17 +56,21 @@ class ForwardSwap:
                 "before training"
             )
         self.patched = vars(self.site.layer).get("forward")
+        self.adapters = list(self.site.layer.active_adapters)
         self.plain = plain = self.site.layer.forward
         return plain
+
+    def applies(self) -> bool:
+        """True unless the adapters are disabled, or switched to others (a reference) since the forward was replaced."""
+        return not self.site.layer.disable_adapters and list(self.site.layer.active_adapters) == self.adapters
 
     def put(self, forward: Forward) -> None:
         """Make the layer compute `forward` from now on."""
         self.site.layer.forward = forward
 
     def add_term(self, term: Term) -> None:
-        """Pass the layer's output through `term` from now on, except while the adapters are disabled. Raises
-        RegularizerError as `begin`."""
-        self.put(ForwardWithTerm(self.site.layer, self.begin(), term))
+        """Pass the layer's output through `term` from now on where it `applies`. Raises RegularizerError as `begin`."""
+        self.put(ForwardWithTerm(self, term))
 
     def restore(self) -> None:
         """Restore the saved forward; no-op if nothing is replaced."""

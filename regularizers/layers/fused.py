@@ -273,9 +273,7 @@ class FusedLayers:
     """The plain LoRA layers of a PEFT model, computed in the fused form inside `replace_forwards`."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._layers: list[Any] = [
-            module for module in model.modules() if is_lora(module) and _uses_peft_forward(module)
-        ]
+        self._layers: list[Any] = [m for m in model.modules() if is_lora(m) and _uses_peft_forward(m)]
         self._fused: dict[Any, _FusedLayer] = {}
 
     @contextmanager
@@ -291,7 +289,8 @@ class FusedLayers:
         try:
             for layer in self._layers:
                 outer = vars(layer).get("forward")
-                if layer.merged or not (outer is None or _wraps_own_forward(outer, layer)):
+                own = outer.own if isinstance(outer, ForwardWithTerm) else None
+                if layer.merged or (outer is not None and getattr(own, "__self__", None) is not layer):
                     continue
                 fused = self._fuse(layer)
                 if fused is None:
@@ -320,10 +319,6 @@ class FusedLayers:
                 return None
             fused = self._fused[layer] = _FusedLayer(layer, parts)
         return fused
-
-
-def _wraps_own_forward(outer: Any, layer: Any) -> bool:
-    return isinstance(outer, ForwardWithTerm) and getattr(outer.own, "__self__", None) is layer
 
 
 def _uses_peft_forward(module: nn.Module) -> bool:
@@ -389,7 +384,7 @@ class NoiseBranch:
         return noise_in, probe_in, noise_out, None if self.signs is None else self.signs(x)
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        parts, plain = self._fused, not (args or kwargs or self.site.layer.disable_adapters)
+        parts, plain = self._fused, not (args or kwargs) and self._swap.applies()
         inputs = parts.inputs(x) if parts is not None and plain else None
         if parts is None or inputs is None:
             return self._added(x, *args, **kwargs)
@@ -398,11 +393,10 @@ class NoiseBranch:
         return y
 
     def _added(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the layer's own forward plus ε x, from x before any dropout; without ε if the adapters are
-        disabled."""
+        """Return the layer's own forward plus ε x, if it applies, from x before any dropout."""
         assert self._swap.plain is not None
         y = self._swap.plain(x, *args, **kwargs)
-        if self.site.layer.disable_adapters:
+        if not self._swap.applies():
             return y
         noise_in, probe_in, noise_out, signs = self._noise(x)
         dtype = torch.promote_types(y.dtype, torch.promote_types(x.dtype, noise_out.dtype))

@@ -67,9 +67,9 @@ def check_settings(config: GGPO) -> None:
 class GGPORegularizer(AttachedRegularizer):
     """GGPO (see the module docstring); created by `flatshift.regularizers.build(GGPO(...))`. Inert until `attach`."""
 
-    def __init__(self, config: GGPO) -> None:
+    def __init__(self, config: GGPO, name: str = "GGPO") -> None:
         check_settings(config)
-        super().__init__("GGPO", "")
+        super().__init__(name, "")
         self.config = config
         self._groups: list[NoiseScales] = []
         self._device = torch.device("cpu")
@@ -110,7 +110,7 @@ class GGPORegularizer(AttachedRegularizer):
         counts = torch.tensor([len(sites), sum(site.whole_rows for site in sites), len(others)], device=self._device)
         placement.sum_pipeline(counts)
         self._layers, self._rows, self._unperturbed_layers = counts.tolist()
-        check_linear_layers(self._layers, others, "GGPO", "perturbs")
+        check_linear_layers(self._layers, others, self._name, "perturbs")
         self._finish_attach({site.name: site.layer for site in sites}, seed, placement)
         self._groups, self._model, self._total_steps, self._refreshed = groups, model, total_steps, -1
         return self
@@ -239,6 +239,5 @@ class GGPORegularizer(AttachedRegularizer):
 
 def flat_lora(config: FlatLora) -> GGPORegularizer:
     """Build Flat-LoRA (arXiv 2409.14396): GGPO whose noise power follows the weights' row norms alone (β = 0)."""
-    return GGPORegularizer(
-        GGPO(sigma=config.sigma, beta=0.0, probes=0, rank=config.rank, schedule=config.schedule, refresh=config.refresh)
-    )
+    same = {key: getattr(config, key) for key in ("sigma", "rank", "schedule", "refresh")}
+    return GGPORegularizer(GGPO(beta=0.0, probes=0, **same), "Flat-LoRA")

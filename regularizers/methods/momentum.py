@@ -48,9 +48,7 @@ from flatshift.regularizers.protocol import MetricTensors
 
 def mgpo(config: MGPO) -> MomentumRegularizer:
     """Build the regularizer of `config.form`."""
-    if config.form == "code":
-        return LayerMomentumRegularizer(config)
-    return MomentumRegularizer(config)
+    return (LayerMomentumRegularizer if config.form == "code" else MomentumRegularizer)(config)
 
 
 def check_settings(config: MGPO | MSAM) -> None:
@@ -62,6 +60,8 @@ def check_settings(config: MGPO | MSAM) -> None:
         require(config.form in ("text", "code"), "form", config.form, "`text` or `code`")
         require(config.sign in (None, 1, -1), "sign", config.sign, "1, -1 or null")
         require(config.clamp > 0, "clamp", config.clamp, "a number > 0")
+        used = config.form == "code" or config.clamp == MGPO.clamp
+        require(used, "clamp", config.clamp, f"used by form: text; leave it at {MGPO.clamp:g}, or set form: code")
     else:
         require(config.sign in (1, -1), "sign", config.sign, "1 or -1")
 

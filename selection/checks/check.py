@@ -267,7 +267,7 @@ class SelectionCheck:
                 f"of {self.left_out + len(self.held_distance)} splits of the target into halves, {self.left_out} have "
                 "a half that coincides with the pool; they tell nothing of unseen target rows and were left out"
             )
-        if self.held_out:
+        if self.held_out and self.sample.budget < len(self.sample.rows):  # else a random draw is the same
             if (self.held_out["random"] - self.held_out["selection"]).mean(0)[0] <= 0:
                 warnings.append(
                     "on target rows that it has not seen, the selection brings the pool no nearer than a random draw"
@@ -303,13 +303,9 @@ class _ArmChooser:
         chances = sample.records / sample.records.sum()
         random = self.generator.choice(len(x), sample.budget, replace=False, p=chances)
         chooser = GotDSelector(
-            epsilon=self.epsilon / mean_cost(x, y, weights=sample.mass, cost=self.cost),
-            rounds=1 if self.in_rounds else 5,
-            budget=sample.budget,
-            tolerance=1e-4,
-            cost=self.cost,
-            seed=self.seed,
-        )
+            epsilon=self.epsilon / mean_cost(x, y, weights=sample.mass, cost=self.cost), tolerance=1e-4,
+            rounds=1 if self.in_rounds else 5, budget=sample.budget, cost=self.cost, seed=self.seed,
+        )  # fmt: skip
         pool = Pool(ids=list(map(str, sample.rows.tolist())), features=x, weights=sample.mass)
         chooser.fit(pool, Pool(ids=list(map(str, targets.tolist())), features=y))
         third_arm = "one step" if self.in_rounds else "rounds"

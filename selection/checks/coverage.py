@@ -22,8 +22,7 @@ class Coverage:
     """Targets with the largest g, worst covered first.
 
     targets (k,), rows (k,) int64: the target and its nearest pool row. g (k,), costs (k,): potential, and cost to that
-    row.
-    limit: cost within which 95 % of the targets have their nearest other target; None if fewer than ten differ. A
+    row. limit: cost within which 95 % of the targets have their nearest other target; None if fewer than ten differ. A
     target beyond it is `unserved`: no record of the pool comes as near as targets come to one another.
     """
 

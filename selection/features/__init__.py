@@ -7,6 +7,7 @@ import importlib
 from typing import Any
 
 _HOME = {
+    "HashedNgrams": "tfidf",
     "ShardWriter": "directory",
     "StaticEmbedder": "static",
     "TfIdfEmbedder": "tfidf",

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import io
 import os
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from flatshift.selection.errors import SelectionError, is_disk_full
 from flatshift.selection.features.matrix import ShardedRows
 
 SHARD_ROWS = 8192
+_LEFTOVER_S = 86400
 Embed = Callable[[list[str]], np.ndarray]
 """texts -> (len(texts), d) features."""
 Progress = Callable[[int], None]
@@ -133,13 +135,11 @@ class FeatureCache:
             handle.write(hashlib.sha256(content).digest())
 
     def _sweep(self) -> None:
-        """Remove temporary files of killed processes of this machine; running processes keep theirs."""
+        """Remove temporary files of killed processes: those that no machine has written to for a day."""
         for leftover in self.directory.glob(".*.tmp"):
-            with contextlib.suppress(ValueError, IndexError, OSError):
-                try:
-                    os.kill(int(leftover.name.split(".")[-3]), 0)
-                except ProcessLookupError:
-                    leftover.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                if time.time() - leftover.stat().st_mtime > _LEFTOVER_S:
+                    leftover.unlink()
 
 
 @contextlib.contextmanager
@@ -148,7 +148,7 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
 
     Raises SelectionError if it cannot be written, OSError if the disk is full.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as handle:

@@ -266,7 +266,7 @@ class ShardWriter:
                         "there are files, so that shards follow one another as the files do"
                     )
                 file = path
-                if self.ids and "\n" in document.id:
+                if self.ids and "\n" in str(document.id):  # readers pass on a number of the file
                     raise SelectionError(f"{path}: the id {document.id!r} has a line break; write ids without one")
             features = np.asarray(self.embed([document.text for document in batch]), dtype=self.dtype)
             if features.ndim != 2 or len(features) != len(batch):

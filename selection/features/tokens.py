@@ -69,7 +69,6 @@ class TokenRows(Sequence[Any]):
         progress: Callable[[int], None] | None = None,
     ) -> TokenRows:
         """Build on disk from texts read a chunk at a time: the file at `path` goes with the rows or the process."""
-
         dtype, ends, total = _token_dtype(size), [np.empty(0, np.int64)], 0
         try:
             with path.open("wb") as sink:

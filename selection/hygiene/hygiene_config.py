@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from flatshift.selection.errors import SelectionError
@@ -159,13 +159,18 @@ class Hygiene(Settings):
     """Drop a record whose text equals an earlier one, or one of `against`, except for case, blanks and Unicode form."""
     near: NearDuplicates | None = None
     """Drop near-duplicates of an earlier record, or of a text of `against`."""
-    against: tuple[Literal["target", "eval"], ...] = field(default=("target", "eval"))
+    against: tuple[Literal["target", "eval"], ...] = ("target", "eval")
     """Texts that the pool must not repeat (exact and near): the target's; those used for evaluation."""
     decontaminate: Decontaminate | None = None
     """Remove consecutive words shared with evaluation texts."""
     memory_gib: float = bounded(1.0, minimum=2 * WORKING_GIB)
     """Memory of all steps together, GiB, whatever the size of the pool; the rest is sorted on disk (TMPDIR), with the
     same result. Pages of mapped files, which the system can reclaim, do not count."""
+
+    def check(self) -> None:
+        super().check()
+        if self.against != ("target", "eval") and not self.exact and self.near is None:
+            raise SelectionError("against has no effect without exact or near; turn one on, or leave it out")
 
     @property
     def on(self) -> bool:

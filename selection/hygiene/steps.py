@@ -31,11 +31,8 @@ Progress = Callable[[str, int], None]
 """Called as (stage, rows so far)."""
 
 LISTED = "listed"  # cause of records that another tool listed for dropping
-_DROPS_AT_ONCE = 4096
+_AT_ONCE = 4096
 CHARACTERS = 1 << 20  # characters per batch of texts, with at most 4,096 texts (one long text may be a batch by itself)
-
-
-_IDS = 4096
 
 
 class DropList:
@@ -70,7 +67,7 @@ class DropList:
     def find(self, ids: Iterable[str]) -> None:
         """Find the entries among the ids of a pool, in file order."""
         stream, records, count = iter(ids), 0, self._count
-        while batch := list(islice(stream, _IDS)):
+        while batch := list(islice(stream, _AT_ONCE)):
             self._digests.add(batch)
             records += len(batch)
         first_rows = self._digests.first(np.broadcast_to(np.True_, count + records))
@@ -161,8 +158,8 @@ class CleaningResult:
         """
         cut = np.sort(np.fromiter(self.pieces, dtype=np.int64, count=len(self.pieces)))
         skip = sum(len(reference.texts) for reference in self.references)
-        for low in range(0, len(self.rule), _DROPS_AT_ONCE):
-            high = low + _DROPS_AT_ONCE
+        for low in range(0, len(self.rule), _AT_ONCE):
+            high = low + _AT_ONCE
             cut_here = cut[np.searchsorted(cut, low) : np.searchsorted(cut, high)]
             rows = np.union1d(low + np.flatnonzero(self.rule[low:high]), cut_here)
             if not len(rows):
@@ -221,7 +218,7 @@ def clean_pool(
     `drops` are named and not passed in.
     """
     if settings.drops and listed is None:
-        raise SelectionError("drops: clean reads no files; read them into a DropList and pass it as listed")
+        raise SelectionError("drops: clean_pool reads no files; read them into a DropList and pass it as listed")
     if isinstance(texts, Iterator):
         raise SelectionError(
             "hygiene reads the texts more than once; pass a list or a view of the file, not a generator"

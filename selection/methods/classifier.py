@@ -85,11 +85,8 @@ class ClassifierSelector(TokenSelector, Classifier):
             odds = self._features(flat, lengths, rows.size) @ weights[:, :-1].T + weights[:, -1]
             half_numbers = half_of[low : low + len(lengths)]
             mean = odds.mean(1)
-            scores[low : low + len(lengths)] = -np.where(
-                half_numbers < 0,
-                mean,
-                odds[np.arange(len(odds)), 1 - half_numbers.clip(0)] if len(weights) > 1 else mean,
-            )
+            other = odds[np.arange(len(odds)), 1 - half_numbers.clip(0)] if len(weights) > 1 else mean
+            scores[low : low + len(lengths)] = -np.where(half_numbers < 0, mean, other)
             progress("classifying", low + len(lengths), len(rows))
         return scores
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -46,10 +47,8 @@ class DomainsSelector(Selector):
         if getattr(self.inside, "rounds", 1) != 1:
             raise SelectionError("inside a domain, gotd cannot run in rounds; set its rounds to 1")
         names = sorted({name for name in pool.domains if name is not None})
-        number_of = {name: i for i, name in enumerate(names)}
-        member = np.array(
-            [number_of.get(name, len(names)) if name is not None else len(names) for name in pool.domains]
-        )
+        number_of: dict[str | None, int] = {name: i for i, name in enumerate(names)}
+        member = np.array([number_of.get(name, len(names)) for name in pool.domains])
         size = np.bincount(member, minlength=len(names) + 1)
         shares, absent = self._shares(names, target)
         inner = self.inside if self.inside is not None else RandomSelector(seed=self.seed)
@@ -68,10 +67,13 @@ class DomainsSelector(Selector):
         self.scores_ = np.where(within, (rank + 0.5) / np.maximum(row_quota, 1), beyond)
         self.scores_ += np.where(within, nudge * (1.0 - self.scores_), nudge)
         self.nearest_target_ = inner.nearest_target_
-        self.quotas_ = {name: int(quota[i]) for name, i in number_of.items()}
+        self.quotas_ = dict(zip(names, quota.tolist(), strict=False))
         if quota[-1]:
             self.quotas_["(none)"] = int(quota[-1])
-        ideal = shares * budget
+        short = [name for name, count, ideal in zip(names, size, shares * budget, strict=False) if count < int(ideal)]
+        if fewer := [*short, *absent]:
+            named = ", ".join(fewer[:5]) + ", …" * (len(fewer) > 5)
+            warnings.warn(f"the pool has too few rows for the shares of {named}; others get the rest", stacklevel=3)
         # A domain's cut: the last row within its quota, and the first beyond.
         cut = (quota > 0) & (quota < size)
         last, first = (inner.scores_[order[np.where(cut, starts + quota - i, 0)]] for i in (1, 0))
@@ -79,7 +81,7 @@ class DomainsSelector(Selector):
         self.diagnostics_ = {
             "quotas": self.quotas_,
             "ties": int(alike.sum()),
-            "short": sorted(name for name, i in number_of.items() if size[i] < int(ideal[i])),
+            "short": short,
             "absent": absent,
             "inside": inner.diagnostics_,
         }
@@ -96,9 +98,7 @@ class DomainsSelector(Selector):
                 check_number(f"the share of {name!r}", weight, minimum=0)
                 if name not in names:
                     close = difflib.get_close_matches(name, names, n=1)
-                    hint = (
-                        f"did you mean {close[0]!r}?" if close else f"it has {', '.join(names) or 'no domain at all'}"
-                    )
+                    hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(names) or 'no domain'}"
                     raise SelectionError(f"shares: the pool has no domain {name!r}; {hint}")
             shares = dict(self.shares)
         elif target.domains is None:
@@ -195,9 +195,8 @@ def domain_distances(
             continue
         # If a cost is not finite, the solver reports the faulty row.
         relative = epsilon * overall / costs[name] if np.isfinite(overall) else epsilon
-        distances[name] = sinkhorn_potentials(
-            x, target, epsilon=relative, tolerance=tolerance, seed=seed, cost=cost
-        ).dual_value
+        solved = sinkhorn_potentials(x, target, epsilon=relative, tolerance=tolerance, seed=seed, cost=cost)
+        distances[name] = solved.dual_value
     return dict(sorted(distances.items(), key=lambda item: (item[1], item[0])))
 
 

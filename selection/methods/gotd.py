@@ -142,14 +142,9 @@ class GotDSelector(TransportSelector, GotD):
             from flatshift.selection.methods.debias import self_potential
 
             p, sample, change = self_potential(
-                pool,
-                epsilon=solution.epsilon,
-                sample=self.self_sample,
-                seed=self.seed,
-                cost=self.cost,
-                chunk=self.chunk,
-                progress=progress,
-            )
+                pool, epsilon=solution.epsilon, sample=self.self_sample, seed=self.seed, cost=self.cost,
+                chunk=self.chunk, progress=progress,
+            )  # fmt: skip
             scores = solution.f - p
             self.scores_ = scores - unit_weights(pool.weights, len(pool)) @ scores
             self.diagnostics_ |= {"debiased": True, "self_sample": sample, "self_change": change}

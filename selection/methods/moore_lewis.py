@@ -130,12 +130,8 @@ def _count_trigrams(shard: Shard, *, size: int, limit: int) -> Arrays:
 
     counts = TrigramCounts(size, limit).add_all(TokenRows(shard.earlier["flat"], shard.earlier["ends"], size))
     keys, numbers = counts.table()
-    return {
-        "keys": keys,
-        "counts": numbers,
-        "tokens": np.array([counts.tokens]),
-        "dropped": np.array([counts.dropped]),
-    }
+    totals = {"tokens": np.array([counts.tokens]), "dropped": np.array([counts.dropped])}
+    return {"keys": keys, "counts": numbers, **totals}
 
 
 def _shard_gains(shard: Shard, *, share: float, size: int) -> Arrays:

@@ -78,13 +78,9 @@ class _LargeSolver:
         self.full: StoredKernel | StreamedEvaluator
         if not cached:
             self.full = StreamedEvaluator(
-                self.rows,
-                settings.epsilon,
-                chunk=settings.chunk,
-                on_rows=self.report,
-                tile_bytes=self.tile_bytes,
+                self.rows, settings.epsilon, chunk=settings.chunk, on_rows=self.report, tile_bytes=self.tile_bytes,
                 team=self.team,
-            )
+            )  # fmt: skip
         self.stage = 0
 
     def report(self, done: int, total: int) -> None:
@@ -187,14 +183,9 @@ class _LargeSolver:
         share, minimum = (0.02, 0.1) if self.inverse is None else (0.005, 0.03)
         goal = max(share * at.error, minimum * self.settings.tolerance)
         moved, iterations = solve_dense(
-            sample,
-            at.g,
-            marginal=marginal,
-            tolerance=goal,
-            max_iterations=200,
-            newton_columns=self.newton,
+            sample, at.g, marginal=marginal, tolerance=goal, max_iterations=200, newton_columns=self.newton,
             inverse=self.inverse,
-        )
+        )  # fmt: skip
         return moved.g - b @ moved.g, iterations
 
     def predict_overlap(
@@ -293,13 +284,9 @@ class _LargeSolver:
         goal = settings.tolerance
         while not result.satisfies(settings) and result.iterations < settings.max_iterations:
             goal = max(0.1 * goal, 1e-13) if result.at.error <= settings.tolerance else goal
+            remaining = settings.max_iterations - result.iterations
             at, iterations = solve_dense(
-                full,
-                result.at.g,
-                marginal=b,
-                tolerance=goal,
-                max_iterations=settings.max_iterations - result.iterations,
-                newton_columns=self.newton,
+                full, result.at.g, marginal=b, tolerance=goal, max_iterations=remaining, newton_columns=self.newton
             )
             shared = None
             if settings.overlap is not None:

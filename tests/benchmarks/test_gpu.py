@@ -256,6 +256,7 @@ def rows_of(folder):
     return {row["what"]: row for row in json.loads((folder / "gpu.json").read_text())["rows"]}
 
 
+@pytest.mark.slow
 def test_a_killed_measurement_costs_itself_alone_and_a_rerun_makes_only_what_is_missing(tmp_path):
     entries = [
         entry("a", "counted", tmp_path, value=1.0),
@@ -354,6 +355,7 @@ def test_minutes_leave_what_would_not_be_over(tmp_path):
     assert "out of minutes" in rows_of(tmp_path)["row long"]["reason"]
 
 
+@pytest.mark.slow
 def test_a_measurement_is_stopped_with_its_minutes_and_not_begun_again_in_as_few(tmp_path):
     entries = [entry("s", "slow", tmp_path, seconds=60.0), entry("t", "counted", tmp_path)]
     assert run_in_a_process(tmp_path, entries, minutes=0.1) == 0

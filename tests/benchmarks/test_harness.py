@@ -67,6 +67,7 @@ def rank_of(offset):
     return [dist.get_rank() + offset, dist.get_world_size()]
 
 
+@pytest.mark.slow
 def test_ranks_return_in_order_and_the_first_that_fails_is_named():
     assert on_ranks("tests.benchmarks.test_harness:rank_of", 2, offset=5) == [[5, 2], [6, 2]]
     with pytest.raises(RuntimeError, match="no such offset"):

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import io
 import json
+import shutil
 import socket
 import threading
 import time
@@ -21,6 +22,7 @@ from benchmarks.faults.door_requests import CARD, CHAT, JSON_POST, MALFORMED, TE
 from flatshift.cli import run
 from flatshift.experiments.workflows.generate import GenerativeRuns, Question, generate_from_run
 from flatshift.experiments.workflows.serve import Server
+from flatshift.finetune.errors import UserError
 
 SMALL = [
     *("--train.steps", "8", "--train.batch_size", "4", "--train.max_length", "64", "--train.eval_every", "0"),
@@ -61,8 +63,33 @@ def test_a_conversation_in_the_terminal(
     assert first != second and said.out == f"{first}\n{second}\nseed-0\nseed-1\n"
     assert said.err.startswith(f"loading {runs[0]}, {runs[1]}\n"), "the first line, before any prompt"
     assert "/nonsense: not a command" in said.err and "never read" not in said.out
+    assert run(["chat", *map(str, runs), "--seed", "5"]) == 2
+    assert "--seed is of draws" in capsys.readouterr().err
     assert run(["chat", *map(str, runs), "--system", "Be brief."]) == 2
     assert "--system: seed-0 was not trained on conversations and reads no system turn" in capsys.readouterr().err
+
+
+def test_runs_of_one_name_are_all_there(runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for source, name in zip(runs, ("sub/first", "first"), strict=True):
+        shutil.copytree(source, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    named = GenerativeRuns([Path("sub/first"), Path("first")])
+    assert named.names == ("first", str(tmp_path / "first"))
+    answers = []
+    for name in named.names:
+        question = named.ask(name, "where is my card")
+        named.answer([question])
+        answers.append(question.text)
+    assert answers == [expected(path, "where is my card") for path in runs]
+    with pytest.raises(UserError, match="first is named twice"):
+        GenerativeRuns([Path("sub/first"), Path("first"), tmp_path / "first"])
+
+
+def test_of_a_long_session_the_last_turn_counts(server: Server) -> None:
+    before = [{"role": "user", "content": "word " * 20_000}, {"role": "assistant", "content": "yes"}]
+    assert server.runs.ask("seed-0", [*before, *CARD]).prompt == server.runs.ask("seed-0", CARD).prompt
+    with pytest.raises(UserError, match="shorten it"):
+        server.runs.ask("seed-0", before[:1])
 
 
 @pytest.fixture(scope="module")
@@ -205,6 +232,10 @@ def test_log_probabilities_judge_a_prompt_of_tokens(runs: list[Path], server: Se
     assert scores["token_logprobs"][1:3] == pytest.approx(
         found["choices"][1]["logprobs"]["token_logprobs"][1:3], abs=1e-4
     )
+    plain = complete(server, prompt="where is my card", max_tokens=2, logprobs=0, echo=True)["choices"][0]
+    offsets, parts = plain["logprobs"]["text_offset"], plain["logprobs"]["tokens"]
+    assert parts[0] not in plain["text"] and offsets[:2] == [0, 0], "the text lacks its beginning token"
+    assert all(plain["text"].startswith(*pair) for pair in zip(parts[1:], offsets[1:], strict=True))
     only = complete(server, prompt=tokens, max_tokens=0, logprobs=0, echo=True)["choices"][0]
     end = len(tokens)
     assert only["logprobs"]["token_logprobs"][1:] == pytest.approx(scores["token_logprobs"][1:end], abs=1e-4)

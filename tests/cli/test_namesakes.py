@@ -10,6 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from flatshift.commands.eval import Flags
+from flatshift.experiments.recipe import load_recipe
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.workflows.evaluation_target import resolve_subjects
+from flatshift.experiments.workflows.tokenizer import open_tokenizer
 from tests.cli.test_mesh_contract import SMALL, flatshift
 from tests.support.commands import flags
 
@@ -24,6 +29,17 @@ def sources(*suffixes: str) -> list[Path]:
         pytest.skip("no git checkout")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return [ROOT / name for name in listed.split("\0") if name.endswith(suffixes) and (ROOT / name).is_file()]
+
+
+def test_a_folder_of_that_name_is_no_shipped_backbone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example the results of its evaluation."""
+    monkeypatch.chdir(tmp_path)
+    Path("flatshift-5m").mkdir()
+    assert load_recipe("classify").recipe.backbone == "flatshift-5m"
+    assert len(open_tokenizer("flatshift-5m")) == 4096
+    assert not Flags._is_run("flatshift-5m")
+    (subject,) = resolve_subjects(["flatshift-5m"], [], True, Console(quiet=True))
+    assert subject.recipe.backbone == "flatshift-5m"
 
 
 def test_nothing_of_ours_is_imported_by_another_name() -> None:
@@ -43,6 +59,7 @@ def test_no_page_shows_another_name() -> None:
     ] == []
 
 
+@pytest.mark.slow
 def test_the_three_journeys_run_in_a_folder_of_namesakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the command as a module, nor its ranks, nor the workers of a study import what the user wrote."""
     monkeypatch.chdir(tmp_path)

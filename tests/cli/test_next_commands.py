@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from flatshift.cli import run
-from flatshift.outcome import NEW_ROWS
+from flatshift.finetune.models.backbone import open_backbone
+from flatshift.outcome import NEW_ROWS, _push_command
 from tests.support.data_models import byte_tokenizer, write_jsonl
 from tests.support.finetune_models import save_backbone
 
@@ -61,6 +62,13 @@ def followed(commands: list[list[str]], *more: str, rows: Path | None = None) ->
     return {words[1]: words for words in commands}
 
 
+@pytest.mark.parametrize(
+    ("name", "allowed"), [("erster  Lauf, ü", "erster-Lauf"), ("20261129-classify_1.5", None), ("ü", "NAME")]
+)
+def test_an_upload_gets_a_name_that_a_hub_takes(name: str, allowed: str | None) -> None:
+    assert _push_command(Path("out"), Path(name))[-1] == f"ORGANISATION/{allowed or name}"
+
+
 @pytest.mark.parametrize(("backbone", "kind"), [("own model", "language-model"), ("own encoder", "masked-lm")])
 def test_a_selection_goes_on_with_its_backbone_and_columns(home: Path, capsys, backbone: str, kind: str) -> None:
     words = ["select", "--pool", "my pool.jsonl", "--target", "my pool.jsonl", "--budget", "4"]
@@ -76,16 +84,31 @@ def test_a_selection_goes_on_with_its_backbone_and_columns(home: Path, capsys, b
 
 
 def test_a_selection_for_labelled_rows_goes_on_to_their_classifier(home: Path, capsys) -> None:
+    with (home / "my rows.jsonl").open("a", encoding="utf-8") as stream:
+        stream.write("{broken\n")
     words = ["select", "--pool", "my rows.jsonl", "--target", "my rows.jsonl", "--budget", "4", "--seed", "3"]
-    assert run([*words, "--backbone", "own model", "--method", "random", "--out", "my choice"]) == 0
+    words += ["--backbone", "own model", "--method", "random", "--bad-rows", "skip"]
+    assert run([*words, "--data.holdout", "0", "--out", "whole"]) == 0
+    assert [words[2] for words in printed(capsys.readouterr().err)] == ["language-model", "whole"], "no rows for dev"
+    apart = ["--data.holdout", "0.2", "--data.holdout_splits", "[dev]"]
+    assert run([*words, *apart, "--out", "my choice"]) == 0
     commands = printed(capsys.readouterr().err)
     assert [words[2] for words in commands] == ["warmup", "language-model", "my choice"]
     small = ["--warmup.steps", "1", "--warmup.batch_size", "2", "--out", "trained"]
     followed(commands[:1], *STEP, *small)
     recipe = recipe_of(home / "trained")
     assert Path(recipe["backbone"]).name == "own model" and recipe["train"]["seed"] == 3
+    assert (recipe["data"]["holdout"], recipe["data"]["holdout_splits"]) == (0.2, ["dev"])
+    assert recipe["data"]["bad_rows"] == "skip"
     assert [Path(name).name for name in recipe["data"]["train"]["files"]] == ["my rows.jsonl"]
     assert recipe["select"]["budget"] == 4 and Path(recipe["select"]["from"]).name == "my choice"
+
+
+def test_a_sample_as_the_target_is_evaluated_by_its_own_rows(home: Path, capsys) -> None:
+    words = ["select", "--pool", "my rows.jsonl", "--target", "sample:banking/train", "--budget", "4"]
+    assert run([*words, "--method", "random", "--out", "my choice"]) == 0
+    first = printed(capsys.readouterr().err)[0]
+    assert first == ["flatshift", "train", "warmup", "--select.from", "my choice", "--data", "sample:banking/train"]
 
 
 def test_a_selection_of_a_recipe_goes_on_under_the_same_keys(home: Path, capsys) -> None:
@@ -122,6 +145,29 @@ def test_a_run_and_what_comes_after_it(home: Path, capsys) -> None:
     capsys.readouterr()
     assert run(["predict", "my run", "--data", str(unlabelled), "--out", "new said.jsonl"]) == 0
     assert "eval" not in [words[1] for words in printed(capsys.readouterr().err)], "its rows have no labels"
+
+
+def test_what_an_adapter_cannot_do_is_not_proposed(home: Path, capsys) -> None:
+    words = ["train", "language-model", "--backbone", "own model", "--data", "my pool.jsonl", "--data.columns.text"]
+    words += [
+        "words",
+        "--data.holdout",
+        "0",
+        *STEP,
+        "--adapter.soft_tokens",
+        "2",
+        "--task.pack",
+        "false",
+        "--out",
+        "my run",
+    ]
+    assert run(words) == 0
+    commands = printed(capsys.readouterr().err)
+    assert [words[1] for words in commands] == ["predict", "export"], "soft tokens cannot be merged"
+    config = home / "own model" / "config.json"
+    assert not open_backbone("own model").is_quantised
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "gptq"}}))
+    assert open_backbone("own model").is_quantised
 
 
 def test_a_sweep_that_is_undecided_goes_on_with_more_seeds(home: Path, capsys) -> None:

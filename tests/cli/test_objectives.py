@@ -60,8 +60,12 @@ def test_the_recipe_encoder_warmup(tmp_path: Path, capsys: pytest.CaptureFixture
     ("share", "block"),
     [
         (0.5, {"select.budget": 30, "select.pool.limit": 400}),
-        (1, {"select": "null"}),
-        (1, {"select": "null", "select.target.files": "sample:scicite/train", "select.target.limit": 50}),
+        pytest.param(1, {"select": "null"}, marks=pytest.mark.slow),
+        pytest.param(
+            1,
+            {"select": "null", "select.target.files": "sample:scicite/train", "select.target.limit": 50},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_warm_up_on_own_texts(share: float, block: dict, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -77,6 +81,7 @@ def test_a_warm_up_on_own_texts(share: float, block: dict, tmp_path: Path, capsy
         assert (
             "source selected: 50.0% of tokens, 30 samples" in said and "source own: 50.0% of tokens, 40 samples" in said
         )
+    assert "for more raise warmup.steps, or set warmup.task: {kind: language-model, pack: false}" in said
     before, after = (read(tmp_path / "run" / "stages" / "warm-up" / name) for name in ("before.json", "eval.json"))
     assert after["test"]["perplexity"]["value"] < before["test"]["perplexity"]["value"]
     assert run([*words, "--out", str(tmp_path / "again")]) == 0

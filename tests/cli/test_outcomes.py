@@ -151,7 +151,7 @@ def test_a_training_takes_over_a_finished_selection(tmp_path: Path, capsys, monk
     monkeypatch.chdir(tmp_path)
     pool = [{"text": f"the {word} of {n} grey birds"} for n in range(20) for word in ("song", "flight")]
     Path("pool.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pool), encoding="utf-8")
-    words = "warmup --pool pool.jsonl --budget 12 --select.embedder.dim 8 --select.checks false --out picked"
+    words = "warmup --pool pool.jsonl --budget 12 --select.method.repeats 8 --select.checks false --out picked"
     assert run(["select", *words.split()]) == 0
     Path("pool.jsonl").unlink()  # nothing but the selection is read
     begin = ending(capsys)[1][0]
@@ -159,6 +159,9 @@ def test_a_training_takes_over_a_finished_selection(tmp_path: Path, capsys, monk
     small = [*SMALL.split(), "--warmup.steps", "2", "--warmup.batch_size", "2", "--regularizer.kind", "plain"]
     assert run([*begin[1:], *small, "--out", "run"]) == 0
     assert Path("run/selection/selected.jsonl").read_bytes() == Path("picked/selected.jsonl").read_bytes()
+    distinct = json.loads(Path("picked/manifest.json").read_text(encoding="utf-8"))["selection"]["distinct"]
+    said = Path("run/log.txt").read_text(encoding="utf-8")
+    assert f"selection: {distinct} records in 12 readings, taken over" in said and distinct < 12
     resolved = Path("run/recipe.resolved.yaml").read_text(encoding="utf-8")
     assert f'from: "{tmp_path / "picked"}"  # --select.from' in resolved
     assert "budget: 12  # picked/recipe.resolved.yaml" in resolved  # as it was made, not as warmup.yaml says

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,21 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from flatshift.cli import run
-from flatshift.experiments.recipe import resume_recipe
+from flatshift.experiments.recipe import load_recipe, resume_recipe
 from flatshift.experiments.workflows import folder_check
 from flatshift.experiments.workflows.build import load_model
 from flatshift.experiments.workflows.folder_check import to_single_float32_process
-from flatshift.experiments.workflows.model_card import _format_settings, format_code_block, format_code_span
+from flatshift.experiments.workflows.model_card import (
+    _format_data,
+    _format_settings,
+    _format_usage,
+    _usage_code,
+    format_code_block,
+    format_code_span,
+)
 from flatshift.finetune.assets import backbone_directory
 from flatshift.finetune.atomic import write_json
-from flatshift.finetune.data.config import Columns
+from flatshift.finetune.data.config import Columns, Data, Source, TrainFiles
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.rows import Row, read_rows
 from flatshift.finetune.errors import UserError
@@ -162,6 +170,7 @@ def test_generate_reads_lines_and_draws_by_its_seed(written: Path, capsys, monke
     ("words", "message"),
     [
         (["--prompt", "x", "--top-k", "5"], "top_k limits draws"),
+        (["--prompt", "x", "--seed", "3"], "seed is of draws"),
         (["--prompt", "x", "--max-new-tokens", "1024"], "do not fit the backbone's 1024 positions"),
         (["--prompt", "x", "--num-beams", "0"], "--num-beams must be at least 1"),
         (["--data", "nowhere.jsonl"], "no such file"),
@@ -451,8 +460,24 @@ def test_the_card_names_other_adapters_by_their_own_names(written: Path) -> None
         assert f'| `adapter.{setting}` | `"first"` |' in text and "secret" not in text
 
 
+def test_the_card_says_which_rows_were_read_and_how_a_head_reads_a_text() -> None:
+    recipe = load_recipe("classify").recipe
+    data = Data(train=TrainFiles(files=("a",), first=50), holdout=0.1, label_noise=0.004)
+    text = _format_data(dataclasses.replace(recipe, data=data), [])
+    assert "- train: its first 50 rows were read.\n" in text and "**0.4% of the training labels" in text
+    assert "A share of 0.1 of the training rows was set apart for dev and as much for test.\n" in text
+    sources = {"a|b": Source(files=("a",), weight=3, limit=20), "c": Source(files=("c",), first=7)}
+    data = Data(train=TrainFiles(sources=sources), holdout=0.2, holdout_splits=("dev",))
+    text = _format_data(dataclasses.replace(recipe, data=data), [])
+    for said in ("`a|b`: a source of the training rows, of weight 3.", "`a|b`: 20 rows of it", "`c`: its first 7 rows"):
+        assert f"- {said}" in text
+    assert "set apart for dev.\n" in text
+    code = _usage_code(recipe, open_backbone(recipe.backbone).tokenizer, ("no", "yes"), recipe.backbone, merged=False)
+    assert "tokenizer('some text', return_tensors='pt', truncation=True)" in code and "second text of a pair" in code
+
+
 def test_a_local_backbone_gets_its_hub_name(tmp_path: Path, capsys) -> None:
-    from flatshift.experiments.workflows.model_card import _without_paths, published_name
+    from flatshift.experiments.workflows.model_card import _without_directories, published_name
 
     own = tmp_path / "private" / "mine"
     own.mkdir(parents=True)
@@ -475,10 +500,38 @@ def test_a_local_backbone_gets_its_hub_name(tmp_path: Path, capsys) -> None:
         assert str(tmp_path) not in text
     assert "license: mit" in text and "sample:banking/train" in text
     assert published_name("org/name") == "org/name" and published_name(str(own)) == "mine"
-    command = f"flatshift train {own}/r.yaml --a=~/b/c.json --backbone org/name --x '[/a/b, ./c]' --u https://h/x"
-    assert _without_paths(command) == (
-        "flatshift train r.yaml --a=c.json --backbone org/name --x '[b, c]' --u https://h/x"
-    )
+    text = "yes/no? {text}"
+    recipe = dataclasses.replace(resume_recipe(source).recipe, backbone="org/name", task=Completion(prompt=text))
+    kept = ["--backbone", "org/name", "--u", "https://h/x/y", "s3://h/x/y", "sample:banking/train", "hub:a/b:train"]
+    kept += ["package:mine/folder", "--task.prompt", text, f"--task.prompt={text}", "--grid", "optimizer.lr=0.1,0.2"]
+    given = [
+        ["flatshift", "train", f"{own}/r.yaml", "--a=~/b/c.json", "--x", '[/a/b, ./c, {d: "e/f g"}]', *kept],
+        [
+            "/usr/bin/flatshift",
+            "train",
+            "--resume",
+            "runs/first/",
+            "--data",
+            "file:///mnt/ann/my files/x.jsonl",
+            "/b c/d",
+        ],
+        ["flatshift", "train", "--like", "a\nb/c", "--out", "https://ann:pw@h/x"],
+    ]
+    shown = _without_directories("".join(f"{shlex.join(words)}\n" for words in given), recipe)
+    assert [shlex.split(line) for line in shown.split("\n")] == [
+        ["flatshift", "train", "r.yaml", "--a=c.json", "--x", "[b, c, {d: f g}]", *kept],
+        ["flatshift", "train", "--resume", "first", "--data", "x.jsonl", "d"],
+        ["flatshift", "train", "--like", "c", "--out", "https://h/x"],
+    ]
+
+
+def test_a_gguf_card_asks_a_chat_run_in_its_template() -> None:
+    card = {}
+    for name, task in {"chat": Chat(system="Be brief."), "completion": Completion(prompt="Q: {text}")}.items():
+        recipe = dataclasses.replace(load_recipe("language-model").recipe, task=task)
+        (card[name],) = _format_usage(recipe, None, None, "base", "gguf")
+    assert "llama-cli -m model.gguf --temp 0 -cnv -sys 'Be brief.'" in card["chat"]
+    assert "llama-cli -m model.gguf --temp 0 -no-cnv -p 'Q: some text'" in card["completion"]
 
 
 def test_no_text_closes_its_code() -> None:

@@ -20,6 +20,9 @@ from flatshift.cli import run
 from flatshift.experiments.results.predictions import NAME as PREDICTIONS
 from flatshift.experiments.workflows import predict
 from flatshift.experiments.workflows.predict import Predictor
+from flatshift.finetune.tasks import Completion
+from tests.support.data_models import byte_tokenizer, row, tiny_model
+from tests.support.seq2seq_models import save_encoder_decoder
 
 SMALL = [
     *("--train.steps", "3", "--train.batch_size", "4", "--train.max_length", "32", "--train.eval_every", "0"),
@@ -123,6 +126,55 @@ def test_a_kill_loses_no_part_and_another_run_is_refused(
     assert not (tmp_path / ".cut.jsonl.parts").exists()
     assert run([*words, str(cut)]) == 2
     assert "exists" in capsys.readouterr().err
+
+
+def test_a_prompt_beyond_the_positions_is_skipped_with_the_bad_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    predictor, tokenizer = Predictor.__new__(Predictor), byte_tokenizer()
+    predictor.task, predictor.tokenizer, predictor.bad_rows = Completion(max_new_tokens=2), tokenizer, "skip"
+    predictor.engine = types.SimpleNamespace(model=tiny_model("gpt2", len(tokenizer)))
+    predictor.recipe = types.SimpleNamespace(eval=types.SimpleNamespace(batch_size=2))
+    monkeypatch.setattr(predict, "answer_questions", lambda *asked, **settings: ())
+    (found,) = predictor._generate_answers([row(0, text="long " * 90), row(1, text="short")])
+    assert found["id"] == "0-1" and predictor.counts["skipped"][0].startswith("rows.jsonl:1: its 272 tokens")
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_counts_are_of_all_parts(
+    trained: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, writes: bool
+) -> None:
+    """After a kill too, and parts go on under the settings of their answers alone."""
+    writer = ("seq2seq", "--task.max_new_tokens", "2", "--task.score", "generate", "--train.max_cut", "1")
+    if writes:
+        save_encoder_decoder("t5", tmp_path / "t5")
+    out = trained(*writer, "--backbone", str(tmp_path / "t5")) if writes else trained(*CLASSIFY)
+    rows = [{"text": f"{i} card " * 40} for i in range(20)]
+    rows[3]["text"] = " "
+    data = write(tmp_path / "new.jsonl", rows)
+    words = ["predict", str(out), "--data", str(data), "--bad-rows", "skip", "--out", str(tmp_path / "said.jsonl")]
+    monkeypatch.setattr(predict, "PART", 10)
+    answer, asked = Predictor.__call__, []
+
+    def dies(self: Predictor, rows: Any) -> Any:
+        asked.append(len(rows))
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return answer(self, rows)
+
+    monkeypatch.setattr(Predictor, "__call__", dies)
+    assert run(words) == 3
+    if writes:
+        assert run([*words, "--task.num_beams", "2"]) == 2
+        assert "or other data" in capsys.readouterr().err
+    capsys.readouterr()
+    assert run(words) == 0
+    said = capsys.readouterr().err
+    assert len(asked) == 3
+    if writes:
+        answers = (tmp_path / "said.jsonl").read_text(encoding="utf-8")
+        opened = answers.count('"ended": false')
+        assert f"{opened} of {answers.count('ended')} answers did not end within 2 tokens" in said and opened > 10
+    else:
+        assert "skipped 1 bad rows" in said and "19 of 19 rows were longer than train.max_length = 32" in said
 
 
 def test_rows_with_other_columns(

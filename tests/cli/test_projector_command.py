@@ -64,6 +64,10 @@ def judged(path: Path) -> dict:
 
 def test_what_only_the_features_tell_is_learned(folder: Path, capsys: pytest.CaptureFixture) -> None:
     out = train(folder, "with")
+    said = capsys.readouterr().err
+    assert said.endswith(f"next:\n  flatshift eval {out} --data {folder / 'test.jsonl'}\n"), (
+        "nothing else takes features"
+    )
     found, without = (
         judged(out),
         judged(train(folder, "without", adapter__projector="null", data__checks__copies="warn")),

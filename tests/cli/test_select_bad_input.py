@@ -83,6 +83,13 @@ def test_an_empty_side(given: Path, capsys, side: str, content: bytes) -> None:
     assert f"no {side} rows" in refused(given, capsys) and "is empty" in refused(given, capsys)
 
 
+@pytest.mark.parametrize("side", ["pool", "target"])
+def test_a_limit_above_the_rows_is_named(given: Path, capsys, side: str) -> None:
+    count = {"pool": 30, "target": 4}[side]
+    told = refused(given, capsys, f"--select.{side}.limit", "99")
+    assert f"select.{side}.limit: 99 is above the {count} rows there are" in told
+
+
 def test_a_target_that_is_wrong_is_told_before_the_pool_is_read(given: Path, capsys) -> None:
     (given / "pool.jsonl").write_bytes(b"not read\n")
     (given / "target.jsonl").write_bytes(b"")
@@ -324,11 +331,20 @@ def test_domains_are_judged_without_mute_texts(given: Path, capsys) -> None:
     assert "knows no token are as far as can be: mute" in capsys.readouterr().err
 
 
-def test_blank_rows_with_features_of_their_own_stay(given: Path) -> None:
-    (given / "pool.jsonl").write_bytes(lines([{"text": "", "id": "empty"}, *POOL[1:]]))
-    rng = np.random.default_rng(0)
-    assert select(given, *features(given, rng.standard_normal((30, 3)), np.zeros((4, 3)))) == 0
+def test_blank_rows_with_features_of_their_own_stay(given: Path, capsys) -> None:
+    blank = {"url": "http://a.b/c", "text": "", "id": "empty"}
+    (given / "pool.jsonl").write_bytes(lines([blank, *POOL[1:]]))
+    x = np.random.default_rng(0).standard_normal((30, 3)) + 9
+    x[0] = 0
+    own = features(given, x, np.zeros((4, 3)))
+    assert select(given, *own, "--method", "knn") == 0
     assert table(given)["id"][0] == "empty" and about(given)["skipped"] == {"pool": [], "target": []}
+    said = capsys.readouterr().err
+    assert "1 chosen records have a blank text, and a training on them stops there" in said
+    page = (given / "out" / "report.html").read_text(encoding="utf-8")
+    assert "http://a.b" not in said and "http://a.b" not in page, "another column is not the text"
+    assert select(given, *own, "--method", "knn", "--select.hygiene.length.min_chars", "1", out="full") == 0
+    assert "empty" not in table(given, "full")["id"] and "blank text" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("side", ["pool", "target"])

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from flatshift.cli import run
+from flatshift.finetune.data.config import Columns
 from flatshift.finetune.data.rows import read_rows
 from tests.support.data_models import write_jsonl
 
@@ -211,13 +212,63 @@ def test_feature_count_mismatch_and_nonempty_out(files, tmp_path: Path, capsys) 
     assert (tmp_path / "full" / "mine.txt").read_text(encoding="utf-8") == "mine"
 
 
+def test_pieces_and_repeats_are_named_in_the_column_of_the_ids(tmp_path: Path) -> None:
+    pool = [{"key": f"k{i}", "text": f"one two three four five six {i}"} for i in range(4)]
+    pair = write_jsonl(tmp_path / "p.jsonl", pool), write_jsonl(tmp_path / "t.jsonl", [{"text": "two three"}])
+    names = ("--id-column", "key", "--select.chunk.size", "3", "--method", "random")
+    assert select(pair, tmp_path / "out", *names, budget=12) == 0
+    chosen = list(read_rows([str(tmp_path / "out" / "selected.jsonl")], columns=Columns(id="key")))
+    assert {row.id for row in chosen} == {f"k{i}#{k}" for i in range(4) for k in range(3)}
+    assert all(row.record["key"] == row.record["id"] == row.id for row in chosen)
+
+
+def test_a_collision_moves_neither_text_nor_domain_nor_an_own_source(tmp_path: Path) -> None:
+    pool = [{"id": float(i), "source": f"word {i}", "score": i, "origin": "ab"[i % 2]} for i in range(5)]
+    target = write_jsonl(tmp_path / "t.jsonl", [{"source": "word 1"}])
+    words = ("--text-column", "source", "--method", "random")
+    for number, domain in enumerate(("origin", "source")):
+        own = write_jsonl(tmp_path / f"p{number}.jsonl", pool)
+        assert select((own, target), tmp_path / str(number), *words, "--domain-column", domain, budget=5) == 0
+        for line in (tmp_path / str(number) / "selected.jsonl").read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            row = int(record["id"])
+            assert (record["id"], record["source"], record["origin"]) == (f"{row}", f"word {row}", "ab"[row % 2])
+            assert record["source_2"] == {"score": row} and record["score"] != row, "1.0 is read as the id 1"
+
+
+@pytest.mark.parametrize(
+    ("column", "words"),
+    [
+        ("score", ("--text-column", "score")),
+        ("rank", ("--id-column", "rank")),
+        ("start", ("--domain-column", "start", "--select.chunk.size", "9")),
+        ("source_id", ("--domain-column", "source_id", "--select.hygiene.decontaminate", "{}")),
+    ],
+)
+def test_a_column_that_the_selection_writes_cannot_be_read(files, tmp_path: Path, capsys, column, words) -> None:
+    assert select(files, tmp_path / "out", *words) == 2
+    assert f"selected.jsonl has a column '{column}' of its own; rename that of" in capsys.readouterr().err
+
+
 def test_columns_by_flag_and_json(tmp_path: Path, capsys) -> None:
-    pool = write_jsonl(tmp_path / "p.jsonl", [{"body": f"word {i}", "key": f"k{i}", "kind": "z"} for i in range(5)])
+    rows = [{"body": f"word {i}", "key": f"k{i}", "kind": "z", "domain": "other"} for i in range(5)]
+    pool = write_jsonl(tmp_path / "p.jsonl", rows)
     target = write_jsonl(tmp_path / "t.jsonl", [{"body": "word 1", "key": "t"}])
     names = ["--text-column", "body", "--id-column", "key", "--domain-column", "kind", "--json"]
     assert select((pool, target), tmp_path / "out", *names, "--method", "knn", budget=1) == 0
     assert json.loads(capsys.readouterr().out)["selection"]["budget"] == 1
     table = pq.read_table(tmp_path / "out" / "scores.parquet").to_pydict()
     assert table["id"] == [f"k{i}" for i in range(5)] and table["domain"] == ["z"] * 5
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "<dd>z</dd>" in page and "<dd>other</dd>" not in page, "the domain of a card"
     (chosen,) = (tmp_path / "out" / "selected.jsonl").read_text(encoding="utf-8").splitlines()
     assert json.loads(chosen)["body"] == "word 1", "records come out whole, under their own column names"
+
+
+def test_pieces_of_the_shipped_pool_have_the_hidden_domain_of_their_text(files, tmp_path: Path) -> None:
+    words = ("--method", "random", "--select.checks", "false", "--select.pool.limit", "12", "--select.chunk.size", "9")
+    assert select((Path("sample:pool"), files[1]), tmp_path / "out", *words) == 0
+    tags = dict(line.split("\t") for line in (tmp_path / "out" / "judged_domains.tsv").read_text().splitlines())
+    assert list(tags) == pq.read_table(tmp_path / "out" / "scores.parquet")["id"].to_pylist()
+    assert tags.keys() > {f"{name.partition('#')[0]}#0" for name in tags} and all(tags.values())
+    assert len({name.partition("#")[0] for name in tags}) == 12

@@ -203,6 +203,15 @@ def test_less_on_gradients(base: list[str], tmp_path: Path) -> None:
     assert [d for d, taken in zip(columns["domain"], columns["selected"], strict=True) if taken].count("a") >= 10
 
 
+def test_the_subsets_of_less_are_a_column_of_the_target(base: list[str], tmp_path: Path, capsys) -> None:
+    target = [{"text": f"cat {i}", "task": "ab"[i % 2]} for i in range(8)]
+    write_jsonl(tmp_path / "target.jsonl", target)
+    words = [*base[:-2], *own(tmp_path, "x", "y"), "--method", "less", "--domain-column"]
+    assert run([*words, "taks"]) == 2 and "target.jsonl: no column 'taks'" in capsys.readouterr().err
+    assert run([*words, "task"]) == 0
+    assert result(tmp_path)[1]["selection"]["subsets"] == 2
+
+
 def option(base: list[str], tmp_path: Path, method: str, key: str, value: object) -> tuple[dict, dict]:
     """Result of a method with one setting, unchecked."""
     out = tmp_path / f"{method}-{key}-{value}"

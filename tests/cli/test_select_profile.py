@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from flatshift.cli import run
+from flatshift.experiments.select import selection_checks
 
 
 def select(folder: Path, pool: list[dict], target: list[str], *more: str, budget: int = 10) -> dict:
@@ -65,8 +66,24 @@ def test_flukes_repeats_one_source_and_the_target_itself_are_warned_of(tmp_path:
         assert part in told or part in str(found), part
 
 
+def test_texts_of_the_target_are_those_that_the_advice_drops(tmp_path: Path, capsys, monkeypatch) -> None:
+    """Texts that differ in a number or a mark are others, as they are for `select.hygiene.exact`; all are counted."""
+    monkeypatch.setattr(selection_checks, "_MAX_PROFILED", 3)
+    target = [f"please send {i} dollars to my account" for i in range(100, 120)]
+    pool = [{"text": f"Please send {i} dollars to my account!"} for i in range(30)]
+    found = select(tmp_path, pool, target, "--method", "random")
+    assert found["selection"]["also_in_target"] == 0 and "of the target itself" not in capsys.readouterr().err
+    (tmp_path / "same").mkdir()
+    same = [{"text": text.upper()} for text in target]
+    assert select(tmp_path / "same", same, target, "--method", "random")["selection"]["also_in_target"] == 10
+    assert "10 chosen records are texts of the target itself; set select.hygiene.exact" in capsys.readouterr().err
+
+
 def test_another_script_than_the_targets_is_warned_of(tmp_path: Path, capsys) -> None:
     pool = [{"text": text} for text in sentences(CARS, 40, 12)]
+    (tmp_path / "numbers").mkdir()
+    select(tmp_path / "numbers", pool, [f"{i} + 7" for i in range(12)], "--method", "random")
+    assert "none script" not in capsys.readouterr().err, "numbers are in no script"
     select(tmp_path, pool, sentences(["кот", "лапа", "усы"], 12, 12), "--method", "random")
     assert "most target texts are in cyrillic script, and 0% of the chosen records are" in capsys.readouterr().err
     assert "spoke for" not in (tmp_path / "out" / "report.html").read_text(encoding="utf-8"), "a draw has no reasons"
@@ -135,7 +152,10 @@ def test_the_embedder_of_tokens_serves_methods_that_work_on_features(tmp_path: P
             marks=pytest.mark.slow,
         ),
         ("--method", "loss-gap", "--select.method.steps", "8", "--select.method.max_length", "48"),
-        ("--method", "loss-gap", "--select.method.normalised", "true", "--select.method.max_length", "48"),
+        pytest.param(
+            ("--method", "loss-gap", "--select.method.normalised", "true", "--select.method.max_length", "48"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda more: f"{more[1]} {more[2].rpartition('.')[2]}",
 )

@@ -93,7 +93,8 @@ def test_torchrun_writes_the_files_of_one(inputs, alone, tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_is_named_and_the_same_command_goes_on_to_the_same_bits(inputs, alone, tmp_path, rank):
     command = flags(inputs, tmp_path / "out", "--processes", "2")
     process = started(command)
@@ -141,6 +142,7 @@ def test_what_cannot_be_divided_is_refused_in_one_sentence(inputs, tmp_path, cap
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_more_processes_than_blocks_and_bad_rows_are_told_by_record(inputs, tmp_path):
     x = np.load(inputs / "x.npy")
     few = tmp_path / "few.npy", tmp_path / "few.jsonl"

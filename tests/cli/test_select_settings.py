@@ -71,6 +71,8 @@ METHOD = "--select.method"
             ("--method", "domains", f"{METHOD}.inside.kind", "gotd", f"{METHOD}.inside.rounds", "3"),
             f"{METHOD}.inside.rounds: select.method.inside cannot be gotd in 3 rounds; set its rounds to 1",
         ),
+        (("--select.eval.limit", "3"), "eval.limit has no effect without eval.files; name files, or leave it out"),
+        (("--select.hygiene.against", "[eval]"), "against has no effect without exact or near; turn one on, or leave"),
         (("--select.embedder.dim", "0"), "--select.embedder.dim: select.embedder.dim must be at least 1, got 0"),
         (("--select.embedder.buckets", "1"), "select.embedder.buckets must be at least 2"),
         (("--select.embedder.fit_rows", "1"), "select.embedder.fit_rows must be at least 2"),

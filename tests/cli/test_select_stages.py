@@ -103,7 +103,7 @@ def test_a_selection_by_shards_is_that_of_one_process(data: Path, tmp_path: Path
         assert f'"{cause}"' in drops
 
 
-@pytest.mark.parametrize("repeats", [1, 8])
+@pytest.mark.parametrize("repeats", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_cynical_by_shards_chooses_among_equal_texts_as_one_process(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repeats: int
 ) -> None:
@@ -212,6 +212,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_the_same_command_continues_after_a_worker_and_the_driver_are_killed(data: Path, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
     words = ["--pool", str(data / "pool/*.jsonl"), "--target", str(data / "target.jsonl"), "--budget", "40"]

@@ -40,7 +40,11 @@ def adapter(out: Path) -> dict:
     ("kind", "others"),
     [
         ("riemannian", {"regularizer.kind": "ggpo"}),
-        ("lora-muon", {"regularizer.kind": "mgpo", "train.precision": "bf16", "optimizer.damping": 0.1}),
+        pytest.param(
+            "lora-muon",
+            {"regularizer.kind": "mgpo", "train.precision": "bf16", "optimizer.damping": 0.1},
+            marks=pytest.mark.slow,
+        ),
         ("lora-muon", {"optimizer.fixed": "[a]", "optimizer.weight_decay": 0.1}),
     ],
 )

@@ -21,7 +21,7 @@ import flatshift.experiments.studies.cell
 import flatshift.experiments.workflows.train
 from flatshift.cli import run
 from flatshift.experiments.data.splits import prepare_data
-from flatshift.experiments.recipe import from_override, load_recipe
+from flatshift.experiments.recipe import auto, from_override, load_recipe
 from flatshift.experiments.report.chapters.sweep import sweep_finding
 from flatshift.experiments.results.analysis import SweepAnalysis
 from flatshift.experiments.results.sweep import read_sweep
@@ -29,7 +29,7 @@ from flatshift.experiments.run.console import Console
 from flatshift.experiments.workflows.context import run_context
 from flatshift.experiments.workflows.train import execute_parts
 from flatshift.finetune.lock import exclusive_lock
-from flatshift.finetune.run_directory import RunDirectory
+from flatshift.finetune.run_directory import RECIPE, RunDirectory
 from flatshift.finetune.train.divergence import Diverged
 from tests.support.commands import flags
 
@@ -105,8 +105,23 @@ def test_recipe_says_design_and_flags_win(cheap: Sweep, tmp_path: Path) -> None:
     assert len(first) == 5
     assert cheap(*words, "--sweep.design", "random", "--points", "8") == 0
     assert table(out)["cell"][:5] == first and len(started(out)) == 8
-    assert cheap(*words, "--sweep.design", "random", "--grid", "adapter.rank=2", "--seeds", "1") == 0
-    assert table(out)["adapter.rank"] == [2]
+    recipe = tmp_path / "own.yaml"
+    block = "{grid: {adapter.rank: [16, 32, 64]}, design: random, points: 2, seeds: 1}"
+    recipe.write_text(f"extends: double-descent\nsweep: {block}\n", encoding="utf-8")
+    own = ["sweep", str(recipe), "--devices", "cpu", "--train.precision", "fp32", "--out", str(tmp_path / "own")]
+    assert run(own) == 0 and len(table(tmp_path / "own")["cell"]) == 2
+    assert run([*own, "--design", "grid"]) == 0, "its points are of its own design"
+    assert table(tmp_path / "own")["adapter.rank"] == [16, 32, 64]
+    assert run([*own, "--grid", "adapter.rank=2"]) == 0
+    assert table(tmp_path / "own")["adapter.rank"] == [2]
+
+
+def test_an_axis_over_a_whole_block_is_shown_as_written(cheap: Sweep, tmp_path: Path) -> None:
+    assert cheap("--grid", "record={per_doubling: 2},null", "--seeds", "1") == 0
+    assert table(tmp_path / "sweep")["record"] == ["{per_doubling: 2}", None]
+    results = [json.loads(file.read_text(encoding="utf-8")) for file in tmp_path.glob("sweep/cells/*/result.json")]
+    assert {result["point"]["record"] for result in results} == {"{per_doubling: 2}", None}
+    assert read_sweep(tmp_path / "sweep").levels("record") == [None, "{per_doubling: 2}"]  # type: ignore[union-attr]
 
 
 def test_failure_is_a_result_and_the_exit_code(
@@ -191,6 +206,37 @@ def test_parts_are_merged_into_the_whole_sweep(
     assert "result.json" in capsys.readouterr().err
 
 
+def test_parts_keep_the_precision_of_their_machines(
+    cheap: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def on_a_machine_of(precision: str) -> None:
+        choice = {"precision": precision, "why": "measured", "note": None}
+        monkeypatch.setattr(auto, "_choose_run_precision", lambda recipe: choice)
+
+    plan = ["--grid", "adapter.rank=1,2,4", "--seeds", "1", "--train.precision", "auto"]
+    one, two, other, whole = (tmp_path / name for name in ("one", "two", "other", "whole"))
+    on_a_machine_of("bf16")
+    assert cheap(*plan, "--part", "1/2", "--out", str(one)) == cheap(*plan, "--part", "2/2", "--out", str(two)) == 0
+    on_a_machine_of("fp32")
+    assert cheap(*plan, "--part", "2/2", "--out", str(other)) == 0
+    capsys.readouterr()
+    assert cheap(*plan, "--merge", str(one), str(other), "--out", str(whole)) == 2
+    assert f"train.precision was resolved to bf16 in {one} and to fp32 in {other}" in capsys.readouterr().err
+    assert not whole.exists()
+    assert cheap(*plan, "--merge", str(other), "--out", str(whole)) == 2, "one cell of three"
+    assert cheap(*plan, "--merge", str(one), str(two), "--out", str(whole)) == 0
+    assert table(whole)["adapter.rank"] == [1, 2, 4]
+    assert load_recipe(str(whole / RECIPE)).recipe.train.precision == "bf16"
+    said = capsys.readouterr().err
+    (more,) = [line for line in said.splitlines() if line.startswith("  flatshift sweep double-descent")]
+    assert "--merge" not in more and str(one) not in more and more.endswith(f" --out {whole} --seeds 5")
+    axis = ["--grid", "train.precision=fp32,bf16", *plan[2:]]
+    assert cheap(*axis, "--part", "1/2", "--out", str(tmp_path / "a")) == 0
+    on_a_machine_of("bf16")
+    assert cheap(*axis, "--part", "2/2", "--out", str(tmp_path / "b")) == 0
+    assert cheap(*axis, "--merge", *(str(tmp_path / name) for name in "ab"), "--out", str(tmp_path / "c")) == 0
+
+
 def test_a_cell_that_failed_is_replaced_by_a_later_part(
     cheap: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,6 +294,9 @@ def test_directory_of_something_else(cheap: Sweep, tmp_path: Path, capsys: pytes
     (out / "sweep.json").unlink()
     assert cheap(*grid) == 0, "cells are kept without the marker, which was broken and is deleted"
     assert max(started(out).values()) == 1
+    (out / "sweep.json").rename(out / "study.recipe.yaml")
+    assert (out / ".workers.lock").exists() and capsys.readouterr()
+    refused("is not a sweep directory")  # a comparison has cells and workers too
 
 
 @pytest.mark.parametrize(
@@ -278,6 +327,12 @@ def test_directory_of_something_else(cheap: Sweep, tmp_path: Path, capsys: pytes
         (["--epsilon", "0.2"], "--bisect"),
         (["--bisect", "adapter.rank"], "data.train.limit"),
         (["--bisect", "data.train.limit", "--grid", "data.train.limit=5"], "axis of the grid"),
+        (["--sweep.grid", "{adapter.rank: [1]}", "--grid", "adapter.rank=2"], "--sweep.grid has no effect beside --gr"),
+        (["--sweep.design", "random", "--grid", "adapter.rank=2"], "beside --grid; leave it out, or write --design"),
+        (["--sweep.points", "3", "--grid", "adapter.rank=2"], "beside --grid; leave it out, or write --points"),
+        (["--sweep.points", "3", "--design", "grid"], "--sweep.points has no effect beside --design"),
+        (["--record", "null", "--grid", "mesh.dp=1,2"], "--grid mesh.dp=2: mesh: a cell of a sweep or study trains"),
+        (["--record", "null", "--mesh.auto", "true", "--grid", "adapter.rank=1"], "leave every axis at 1 and auto off"),
     ],
 )
 def test_mistakes_cost_nothing(

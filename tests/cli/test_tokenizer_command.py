@@ -63,6 +63,8 @@ def test_the_command_with_parity_and_a_page(tmp_path, capsys):
     capsys.readouterr()
     assert run(["tokenizer", "flatshift-5m", "--data", str(data), "--out", str(tmp_path / "told")]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "told" / "report.html")
+    assert run(["tokenizer", "flatshift-5m", "--data", str(data), "--group-by", "id", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == {"1": 3, "2": 2, "9": 1}, "ids of rows may repeat"
 
 
 @pytest.mark.parametrize(
@@ -74,6 +76,14 @@ def test_the_command_with_parity_and_a_page(tmp_path, capsys):
         (["flatshift-5m", "--data", "DATA", "--group-by", "land"], "no column 'land'"),
         (["DATA", "--data", "DATA"], "no tokenizer that can be read"),
         (["nowhere", "--data", "DATA"], "neither a shipped name"),
+        (
+            ["flatshift-5m", "--data", "DATA", "--group-by", "lang", "--parallel", "id"],
+            "--reference compares; add that",
+        ),
+        (
+            ["flatshift-5m", "--data", "DATA", "--group-by", "lang", "--reference", "en", "--parallel", "sentence"],
+            "--parallel: no row of 'en' has a column 'sentence'",
+        ),
     ],
 )
 def test_mistakes_are_one_sentence(words, said, tmp_path, capsys):
@@ -111,6 +121,13 @@ def test_schemes_are_learnt_and_judged(tmp_path, capsys):
     assert run([*words, "--schemes", "default"]) == 2  # it is finished and holds other schemes
 
 
+def test_tokenizers_alone_have_their_figures(tmp_path, capsys):
+    words = ["--data", texts(tmp_path / "texts.jsonl"), "--out", str(tmp_path / "learnt"), "--vocabulary", "300"]
+    assert run(["tokenizer", "train", *words, "--seeds", "0", "--schemes", "case"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("case: ") and "tokens/word" in printed.out and "small models" not in printed.err
+
+
 def test_a_killed_study_goes_on(tmp_path, capsys, monkeypatch):
     from flatshift.experiments.workflows import tokenizer
 
@@ -145,6 +162,7 @@ def test_a_killed_study_goes_on(tmp_path, capsys, monkeypatch):
         (["--held-out", "1"], "between 0 and 1"),
         (["--hidden", "40"], "multiple of 32"),
         (["--schemes", "case", "case"], "names case twice"),
+        (["--seeds", "0", "--hidden", "64"], "and --seeds 0 trains none"),
         (["--schemes", "words"], "invalid choice"),
         (["--group-by", "land"], "no column 'land'"),
     ],

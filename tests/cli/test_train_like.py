@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+import flatshift
 from flatshift.cli import run
-from flatshift.experiments.recipe import from_override, recipe_like, resume_recipe
+from flatshift.experiments.recipe import from_override, load_recipe, recipe_like, resume_recipe
+from flatshift.experiments.recipe.resolve import resolve_tree
 from tests.support.commands import flags
 from tests.support.data_models import write_jsonl
 
@@ -123,3 +125,36 @@ def test_a_wrong_run_is_one_sentence(
     error = capsys.readouterr().err.strip()
     assert message.replace("RUN", str(finished)) in error if message == "RUN" else message in error
     assert len(error.splitlines()) == 1
+
+
+def test_a_home_directory_is_meant_wherever_a_path_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in `--out=~/x`, where a shell leaves the `~`."""
+    home, here = tmp_path / "home", tmp_path / "here"
+    home.mkdir()
+    here.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    assert run(["recipes", "copy", "completion", "~/base.yaml"]) == 0
+    (home / "mine.yaml").write_text("extends: ~/base.yaml\n", encoding="utf-8")
+    settings = flags(QUICK | {"train.steps": 1, "train.epochs": "null"})
+    assert run(["train", "~/mine.yaml", "--out=~/first", *settings]) == 0
+    assert run(["train", "--resume=~/first"]) == 0 and "is finished: nothing to do" in capsys.readouterr().err
+    assert run(["train", "--like=~/nowhere", "--out=~/second"]) == 2
+    assert f"{home}/nowhere is not a run directory" in capsys.readouterr().err
+    assert flatshift.Run("~/first").finished and not list(here.iterdir())
+
+
+def test_rows_that_were_held_out_by_themselves_are_not_a_setting(tmp_path: Path) -> None:
+    """A layer over a resolved recipe says what it would say in the command that made it."""
+    first = load_recipe("classify", [from_override("data.train.files", "a.jsonl", "--data")])
+    (tmp_path / "recipe.resolved.yaml").write_text(first.to_yaml(), encoding="utf-8")
+    assert first.recipe.data.holdout == 0.1 == recipe_like(tmp_path).recipe.data.holdout
+    for keys in (["dev"], ["test"], ["dev", "test"]):
+        more = [from_override(f"data.{key}.files", f"{key}.jsonl") for key in keys]
+        expected = load_recipe("classify", [from_override("data.train.files", "a.jsonl", "--data"), *more]).recipe.data
+        assert recipe_like(tmp_path, more).recipe.data == expected and expected.holdout == 0
+        assert resolve_tree(first.tree(), more, name="again").recipe.data == expected
+    other = recipe_like(tmp_path, [from_override("data.train.files", "b.jsonl", "--data")])
+    assert other.recipe.data.holdout == 0.1 and other.origins["data.holdout"] == "--data names rows of your own"

@@ -161,6 +161,7 @@ def refusals() -> None:
             build(config).attach(engine.model, seed=0, total_steps=1)
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one_process() -> None:
     layers = METHODS["mgpo, code"]
     compare(

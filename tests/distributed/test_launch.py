@@ -175,6 +175,7 @@ def under_torchrun(
     )
 
 
+@pytest.mark.slow
 def test_the_first_sigterm_ends_an_evaluation_on_a_mesh(tmp_path: Path) -> None:
     """Of a command that starts two ranks itself: code 3, nobody left behind, and the run is evaluated later."""
     out = tmp_path / "run"
@@ -232,6 +233,7 @@ def test_variables_of_slurm_that_make_no_rank(change: dict[str, str], words: str
         slurm_rank_variables(TASK | change)
 
 
+@pytest.mark.slow
 def test_srun_alone_starts_a_job(tmp_path: Path) -> None:
     """Two tasks with the variables that Slurm sets: the losses of one process; without its number a task is refused."""
     with socket.socket() as free:

@@ -30,6 +30,7 @@ from tests.support.distributed_ranks import run_ranks
 SIZES = Sizes(hidden=512, inner=1536, blocks=6, vocabulary=4096, rows=2, tokens=16)
 
 
+@pytest.mark.slow
 def test_a_rank_holds_and_needs_its_share_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(128 << 10))  # else glibc hides what was freed
     tiny, big = str(tmp_path / "tiny"), str(tmp_path / "big")

@@ -338,6 +338,7 @@ def test_sharded_stages() -> None:
     check([*cases, *frozen], pp=2, dp=2)
 
 
+@pytest.mark.slow
 def test_stages_that_free_their_weights_between_pieces() -> None:
     cases = [Case("llama", "1f1b", reshard=True, prefetch=True), Case("llama", "zbv", reshard=True)]
     check([*cases, Case("t5", "1f1b", reshard=True), Case("gpt2", "gpipe", first_adapted=3, reshard=True)], pp=2, dp=2)

@@ -17,6 +17,8 @@ import torch
 
 from tests.support.rehearsal_mesh import SIZES
 
+pytestmark = pytest.mark.slow
+
 BLOCKS = SIZES.blocks
 MESHES: list[dict[str, Any]] = [
     {"dp": 8},

@@ -85,6 +85,7 @@ def test_every_mesh_trains_judges_and_answers_as_one_process(tmp_path: Path) -> 
             assert ours["answers"] == alone["answers"], where
 
 
+@pytest.mark.slow
 def test_the_public_command_on_one_process_and_on_two(tmp_path: Path, capsys) -> None:
     source = save_encoder_decoder("t5-gated", tmp_path / "backbone")
     rows = write_jsonl(tmp_path / "rows.jsonl", [row.values | {"label": "good"} for row in text_rows(60)])

@@ -81,6 +81,7 @@ def test_a_shared_matrix_by_tokens_equals_one_process(tmp_path: Path, kind: str,
     assert ranks[1]["logits"].shape[1] == alone["logits"].shape[1] + 4
 
 
+@pytest.mark.slow
 def test_a_rank_never_needs_more_than_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model that is mostly its shared matrix (96 of 101 MiB), two ranks hold and need half each."""
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(128 << 10))  # else glibc hides what was freed

@@ -84,6 +84,7 @@ def test_a_task_that_was_stopped_is_requeued(tmp_path: Path) -> None:
     assert (tmp_path / "asked").read_text(encoding="utf-8") == "requeue 77_2\n"
 
 
+@pytest.mark.slow
 def test_the_array_and_its_merge_make_one_sweep(tmp_path: Path) -> None:
     script = tmp_path / "sweep.sbatch"
     script.write_text(ARRAY.replace("--array=1-8", "--array=1-2"), encoding="utf-8")

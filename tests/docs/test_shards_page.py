@@ -56,7 +56,7 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("ending", [LOCAL, SLURM], ids=["local", "slurm"])
+@pytest.mark.parametrize("ending", [pytest.param(LOCAL, marks=pytest.mark.slow), SLURM], ids=["local", "slurm"])
 def test_the_script_leaves_a_sealed_directory(home: Path, ending: str) -> None:
     script = (COMMON + (GRADIENTS if ending == LOCAL else "") + ending).replace("dim=128", "dim=8")
     (home / "features.py").write_text(script, encoding="utf-8")

@@ -7,12 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from flatshift.experiments.recipe import from_override, load_recipe, resume_recipe, shipped_recipes
-from flatshift.experiments.recipe.schema import Recipe
+from flatshift.experiments.recipe import from_mapping, from_override, load_recipe, resume_recipe, shipped_recipes
+from flatshift.experiments.recipe.resolve import is_given, resolve_object, resolve_tree
+from flatshift.experiments.recipe.schema import Recipe, Select, dotted_keys, list_keys, split_key
 from flatshift.experiments.recipe.tree import Leaf, parse
+from flatshift.experiments.studies.sweep.sweep_plan import SweepBase
+from flatshift.finetune.config import Train
+from flatshift.finetune.data.config import Data, Files, TrainFiles
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.tasks import Classify
+from flatshift.finetune.tasks import Chat, Classify
 from flatshift.regularizers.config import GGPO, Plain
+from flatshift.selection.config import Cynical, GotD
 
 
 @pytest.fixture
@@ -69,6 +74,9 @@ def test_scalars_follow_the_yaml_1_2_core_schema(text: str, value: object) -> No
         ("optimizer: {schedule: cosin}", 1, "'cosine'"),
         ("optimizer: {betas: [0.9]}", 1, "2 values"),
         ("a: [", 1, "YAML"),
+        ("mesh: {zero: true}", 1, "mesh.zero cannot be True; known: 1, 2, 3"),
+        ("task: {kind: chat, metrics: [numeric_match]}", 1, ": task.metrics evaluates generated text"),
+        ("extends: ''", 1, "extends cannot be ''"),
         ("data: {label_noise: 2}", 1, "between 0 and 1"),
     ],
 )
@@ -122,6 +130,33 @@ def test_bare_kind_stands_for_its_mapping(write) -> None:
 
 def test_dashes_and_underscores_are_equal_in_flags() -> None:
     assert load_recipe(None, [from_override("train.batch-size", "3")]).recipe.train.batch_size == 3
+
+
+def test_names_of_ones_own_are_taken_as_they_are(write) -> None:
+    """Also as one of several words, `--data.train.sources.my-set.files a b`."""
+    path = write("data: {train: {sources: {my-set: {files: [a], weight: 2}, other_set: {files: [b]}}}}")
+    for override in (
+        from_override("data.train.sources.my-set.weight", "5"),
+        from_mapping({"data.train.sources.my-set.weight": 5}),
+    ):
+        sources = load_recipe(path, [override]).recipe.data.train.sources
+        assert {name: source.weight for name, source in sources.items()} == {"my-set": 5, "other_set": 1}
+    ranks = load_recipe(None, [from_override("adapter.ranks.q-proj", "3"), from_override("train.batch-size", "2")])
+    assert (ranks.recipe.adapter.ranks, ranks.recipe.train.batch_size) == ({"q-proj": 3}, 2)
+    assert split_key("data.train.sources.my-set.when-over") == (
+        ["data", "train", "sources", "my-set", "when_over"],
+        "data.train.sources.NAME.when_over",
+    )
+    assert "data.train.sources.NAME.files" in list_keys() and "comparison.tasks.NAME.file" in dotted_keys()
+
+
+def test_only_a_file_extends(write) -> None:
+    for override in (from_override("extends", "chat"), from_mapping({"extends": "chat"})):
+        with pytest.raises(UserError, match=r"^(--extends|overrides): `extends` is for recipe files; name that recipe"):
+            load_recipe("classify", [override])
+        with pytest.raises(UserError, match="`extends` is for recipe files"):
+            SweepBase.of("double-descent", [override])
+    assert load_recipe(write("extends: chat")).recipe.task.kind == "chat"
 
 
 def test_text_fields_take_flags_as_typed() -> None:
@@ -253,3 +288,35 @@ def test_a_resumed_run_says_where_its_values_came_from_in_the_first_place(tmp_pa
     by_hand = first.to_yaml().replace("rank: 8  #", "rank: 4  #")
     (tmp_path / "recipe.resolved.yaml").write_text(by_hand, encoding="utf-8")
     assert "rank: 4" in resume_recipe(tmp_path).to_yaml()
+
+
+def test_an_embedder_chooses_the_method_over_a_resolved_recipe_too(write) -> None:
+    plain, given = load_recipe(write("select: {budget: 3}")), [from_override("select.embedder", "tfidf")]
+    for resolved in (plain, resolve_object(Recipe(select=Select(budget=3)))):
+        assert resolved.recipe.select.method.kind == "cynical"
+        assert resolve_tree(resolved.tree(), (), name="r").recipe.select == resolved.recipe.select
+        again = resolve_tree(resolved.tree(), given, name="r")
+        assert again.recipe.select.method == GotD() and again.origins["select.method.kind"] == "--select.embedder"
+        more = resolve_tree(resolved.tree(), [*given, from_override("select.method.epsilon", "0.1")], name="r")
+        assert more.recipe.select.method == GotD(epsilon=0.1)
+    named = load_recipe(write("select: {method: cynical}"))
+    assert resolve_tree(named.tree(), given, name="r").recipe.select.method == Cynical()
+
+
+def test_what_a_recipe_made_in_python_leaves_at_its_default_is_not_given() -> None:
+    resolved = resolve_object(Recipe(task=Chat(turns="last"), train=Train(epochs=2)))
+    assert resolved.origins == dict.fromkeys(("task.kind", "task.turns", "train.epochs"), "Recipe")
+    assert not is_given(resolved, "task.pack") and resolved.recipe.task == Chat(turns="last")
+    for name in shipped_recipes():
+        assert resolve_object(load_recipe(name).recipe).recipe == load_recipe(name).recipe, name
+
+
+def test_own_rows_take_the_place_of_an_objects_samples() -> None:
+    shipped = resolve_object(load_recipe("classify").recipe)
+    mine = [from_mapping({"data.train.files": ["mine.jsonl"]})]
+    data = resolve_tree(shipped.tree(), mine, name="r").recipe.data
+    assert (data.dev.files, data.test.files, data.holdout) == ((), (), 0.1)
+    theirs = resolve_tree(shipped.tree(), [from_mapping({"data.train.files": ["sample:snli/train"]})], name="r")
+    assert theirs.recipe.data.dev == shipped.recipe.data.dev, "a sample beside a sample"
+    both = Data(train=TrainFiles(files=("mine.jsonl",)), test=Files(files=("sample:banking/test",)))
+    assert resolve_object(Recipe(data=both)).recipe.data.test == both.test, "what the object itself says"

@@ -18,7 +18,7 @@ from flatshift.finetune.atomic import atomic_directory, new_directory, remove_le
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.launch.consistency import dated_directory
 from flatshift.finetune.lock import exclusive_lock, temporary_directory
-from flatshift.finetune.run_directory import RunDirectory, check_empty, output_directory
+from flatshift.finetune.run_directory import RunDirectory, check_empty, check_new_file, output_directory
 from tests.support.kill_points import kill_points
 from tests.support.patience import HANG_S
 
@@ -188,6 +188,17 @@ def test_what_two_processes_make_at_once_one_of_them_made(tmp_path: Path) -> Non
     with new_directory(tmp_path / "empty") as made:
         (made / "a").touch()
     assert [entry.name for entry in (tmp_path / "empty").iterdir()] == ["a"]
+
+
+def test_nothing_is_replaced_behind_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    """No look at MISSING/../NAME finds what is there, and a replacement would hit it."""
+    (tmp_path / "mine").mkdir()
+    path = tmp_path / "missing" / ".." / "mine"
+    with pytest.raises(UserError, match="leads through a directory that is not there"), exclusive_lock(path):
+        pass
+    with pytest.raises(UserError, match="exists"):
+        check_new_file(path)
+    assert {file.name for file in tmp_path.iterdir()} == {"mine"}
 
 
 def test_a_mount_point_cannot_be_made_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

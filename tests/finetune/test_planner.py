@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from flatshift.cli import run
 from flatshift.experiments.recipe import from_override
+from flatshift.experiments.workflows import mesh_plan
 from flatshift.experiments.workflows.mesh_plan import plan_mesh
 from flatshift.finetune.config import Adapter, Mesh, Optimizer, Train
 from flatshift.finetune.errors import UserError
@@ -70,6 +71,27 @@ def test_a_bare_config_is_enough_and_says_what_its_weights_would(tmp_path: Path)
     assert isinstance(from_weights, BackboneSizes) and from_weights.elements > 5e6
 
 
+@pytest.mark.parametrize(
+    ("names", "head"),
+    [
+        ({"dim": 96, "n_heads": 4, "hidden_dim": 320}, 24),  # DistilBERT
+        ({"d_model": 96, "encoder_attention_heads": 4, "encoder_ffn_dim": 320}, 24),  # BART, Marian, Pegasus
+        ({"d_model": 96, "attention_heads": 4, "ffn_dim": 320}, 24),  # XGLM
+        ({"d_model": 96, "num_heads": 4, "d_ff": 320, "d_kv": 64}, 64),  # T5, whose heads may be wider than d_model
+    ],
+)
+def test_other_names_of_the_same_sizes(names: dict[str, int], head: int) -> None:
+    sizes = BackboneSizes.of({"model_type": "any", **names}, {"layers.0.q.weight": (96, 96)}, Adapter())
+    assert (sizes.hidden, sizes.heads, sizes.feed_forward, sizes.head) == (96, 4, 320, head)
+
+
+def test_the_warm_up_divides_among_the_planned_ranks_too(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "warmup", "--gpus", "4xH100-80", "--warmup.batch_size", "6"]
+    assert run([*words, "--json"]) == 0
+    layouts = json.loads(capsys.readouterr().out)["layouts"]
+    assert {each["mesh"].get("replicate", 1) * each["mesh"].get("dp", 1) for each in layouts} == {1, 2}
+
+
 @pytest.mark.parametrize(("tied", "elements"), [(True, 222_903_552), (False, 247_577_856)])
 def test_an_output_layer_is_counted_if_config_json_says_it_is_not_tied(
     tied: bool, elements: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -124,6 +146,37 @@ def test_many_devices_and_the_lines_to_paste() -> None:
     assert 0.1 < best["mfu"] < 0.7 and sum(best["seconds"].values()) == pytest.approx(best["update_s"], rel=0.01)
 
 
+def test_a_cpu_is_one_process_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `mesh.auto` and `train.precision: auto` have it, and with narrow weights where wide ones do not fit."""
+    seconds = []
+    for cores in (7, 1):
+        monkeypatch.setattr(mesh_plan, "detect_devices", lambda cores=cores: Devices("cpu", cores, 16 << 30))
+        (layout,) = plan_mesh("classify", gpus="here", tokens=1e4)["layouts"]
+        assert layout["mesh"] == {}
+        seconds.append(layout["seconds"]["products"])
+    assert seconds[1] == pytest.approx(7 * seconds[0], rel=0.01)
+    axes = [from_override("mesh.dp", "2")]
+    (layout,) = plan_mesh("classify", axes, gpus="here", tokens=1e4)["layouts"]
+    assert layout["mesh"] == {"dp": 2}
+    wide, narrow = (plan_mesh("qwen3-1.7b-chat-laptop", gpus=f"CPU@{memory}", tokens=1e4) for memory in (12, 7))
+    assert wide["layouts"][0]["bytes"]["weights"] == 4 * wide["frozen"] and wide["hours"] > 0
+    assert narrow["layouts"][0]["bytes"]["weights"] == 2 * narrow["frozen"] and narrow["fits"]
+    assert "bf16 (train.backbone_precision)" in " ".join(narrow["notes"])
+
+
+def test_packed_weights_are_gathered_packed() -> None:
+    sizes, cluster = read_sizes("llama-3.1-8b", Adapter()), Cluster.parse("2xL4", link=0.1)
+    wide, packed = (
+        price_layout(
+            RuleSettings(Mesh(dp=2), Train(precision="bf16", quantization=kind), Adapter(), LanguageModel()),
+            sizes,
+            cluster,
+        ).time.gathers
+        for kind in (None, "nf4")
+    )
+    assert packed < wide / 3
+
+
 def test_offloaded_shards_are_in_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--model", "llama-3.1-70b", "--gpus", "2xH100-80", "--mesh.dp", "2", "--train.batch_size", "2"]
     assert run([*words, "--train.max_length", "1024", "--mesh.offload", "true"]) == 0
@@ -144,6 +197,22 @@ def test_what_was_priced_is_what_the_recipe_gets(capsys: pytest.CaptureFixture[s
     assert run([*words, "--mesh.microbatches", "2", "--train.batch_size", "8", "--json"]) == 0
     first = json.loads(capsys.readouterr().out)["recipe"].splitlines()[0]
     assert first == "mesh: {dp: 2, pp: 2, zero: 1, schedule: interleaved, virtual: 2, microbatches: 2, stall: 90.0}"
+
+
+def test_two_ways_to_say_what_is_recomputed_may_not_contradict_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "chat", "--model", "llama-3.2-1b", "--gpus", "1xH100-80", "--checkpointing", "none", "--json"]
+    assert run([*words, "--train.checkpointing", "full"]) == 2
+    assert "--checkpointing none contradicts --train.checkpointing full; keep one" in capsys.readouterr().err
+    assert run([*words, "--train.checkpointing", "none"]) == 0
+    (tmp_path / "own.yaml").write_text("extends: chat\ntrain: {checkpointing: full}\n", encoding="utf-8")
+    words[1] = str(tmp_path / "own.yaml")
+    assert run(words) == 0, "a flag over a file"
+    capsys.readouterr()
+    words[words.index("none")] = "any"
+    assert run(words) == 0
+    assert {layout["checkpointing"] for layout in json.loads(capsys.readouterr().out)["layouts"]} == {"none"}
 
 
 def test_no_plan_splits_tokens_or_blocks_that_training_does_not() -> None:
@@ -211,12 +280,23 @@ def test_clusters_are_read() -> None:
             ["--model", "flan-t5-base", "--gpus", "2xT4", "--mesh.tp", "2", "--mesh.sequence_parallel", "true"],
             "mesh.sequence_parallel: the tokens of model type 't5' cannot be split",
         ),
+        (["--gpus", "1xT4", "--train.precision", "bf16"], "T4 has no bf16 instructions; take auto or fp16"),
+        (["--gpus", "CPU@12", "--train.precision", "fp16"], "train.precision: fp16 does not go with"),
+        (["--gpus", "2xCPU@12", "--mesh.dp", "2", "--mesh.offload", "true"], "a CUDA device"),
+        (["--model", "bert-base-uncased"], "bert-base-uncased is an encoder (bert)"),
+        (["--model", "flan-t5-small"], "transformers has no causal language modelling class"),
+        (["--model", "flan-t5-base", "--adapter.layers", "[1, 15]"], "no block 15; this backbone has 12, from 0 to 11"),
+        (["--gpus", "2xT4", "--mesh.dp", "2", "--mesh.ep", "2"], "cannot share the 0 experts of a block of llama"),
+        (
+            ["--model", "qwen2.5-0.5b", "--gpus", "7xT4", "--mesh.tp", "7", "--train.quantization", "nf4"],
+            "mesh.tp: 7 ranks would cut blocks of 64 values",
+        ),
     ],
 )
 def test_mistakes(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", "language-model", *words]) == 2
+    assert run(["plan", "language-model", "--tokens", "1e6", *words]) == 2  # without counting rows
     error = capsys.readouterr().err.strip()
-    assert said in error and len(error.splitlines()) == 1 and len(error) <= 330
+    assert said in error and len(error.splitlines()) == 1 and len(error) <= 340
 
 
 def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -337,6 +417,12 @@ _MIXTRAL = {
             ["--mesh.dp", "4", "--mesh.tp", "2", "--mesh.ep", "2", "--train.max_length", "64"],
             "mesh.ep > 1 does not go with mesh.tp > 1",
         ),
+        (
+            _MIXTRAL | {"num_experts_per_tok": 2},
+            ["--mesh.dp", "6", "--mesh.ep", "3", "--train.max_length", "64"],
+            "mesh.ep: 3 ranks cannot share the 8 experts of a block of mixtral; nearest: 2",
+        ),
+        ({"model_type": "bloom"}, ["--mesh.cp", "2"], "mesh.cp: bloom models cannot be split by tokens"),
         ({"model_type": "stablelm"}, ["--mesh.pp", "2"], "mesh.pp: stablelm models cannot be cut into pipeline stages"),
         ({"hidden_size": None}, [], "it lacks hidden_size"),
         ({"num_attention_heads": None}, [], "config.json lacks num_attention_heads"),

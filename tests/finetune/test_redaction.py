@@ -19,8 +19,9 @@ import pytest
 
 from benchmarks.faults.door_texts import ADDRESSES, COMMANDS, SIGNED
 from flatshift.cli import run
-from flatshift.experiments.recipe import load_recipe
+from flatshift.experiments.recipe import load_recipe, recipe_like, resume_recipe
 from flatshift.experiments.recipe.tree import from_mapping, from_override
+from flatshift.experiments.select.selection_checks import _truncate
 from flatshift.experiments.studies.sweep.axes import parse_grid
 from flatshift.finetune.data.files import describe_files
 from flatshift.finetune.data.remote import find_objects, upload_folder
@@ -85,6 +86,23 @@ def test_a_recipe_never_holds_them(tmp_path: Path) -> None:
     assert text == "Read https://h/?key=1 first."
 
 
+@pytest.mark.parametrize("key", ["prompt", "completion"])
+def test_a_template_may_look_like_an_address(key: str, tmp_path: Path) -> None:
+    text, address = "https://x.org/?token={text}", "https://ann:s3cret@x.org/?token=s3cret"
+    (tmp_path / "own.yaml").write_text(f'task: {{kind: completion, {key}: "{text}"}}\n', encoding="utf-8")
+    ways = [
+        load_recipe(str(tmp_path / "own.yaml"), [from_override("data.train.files", address)]),
+        load_recipe(None, [from_override("task.kind", "completion"), from_override(f"task.{key}", text)]),
+        load_recipe(None, [from_mapping({"task": {"kind": "completion", key: text}})]),
+    ]
+    for resolved in ways:
+        assert getattr(resolved.recipe.task, key) == text and "s3cret" not in resolved.to_yaml()
+        (tmp_path / "recipe.resolved.yaml").write_text(resolved.to_yaml(), encoding="utf-8")
+        assert getattr(resume_recipe(tmp_path).recipe.task, key) == text
+        assert getattr(recipe_like(tmp_path).recipe.task, key) == text
+    assert ways[0].recipe.data.train.files == ("https://x.org/",)
+
+
 def test_a_grid_never_holds_them() -> None:
     axes = parse_grid(["data.train.files=https://ann:s3cret@h/a,[https://h/b?sig=s3cret]"])
     assert axes == {"data.train.files": ["https://h/a", "[https://h/b]"]}
@@ -131,6 +149,66 @@ def test_old_directories_are_searched(tmp_path: Path, capsys) -> None:
         (tmp_path / "run" / name).write_text("{}\n")
     assert run(["doctor", str(tmp_path / "run")]) == 0
     assert run(["doctor", str(tmp_path / "absent")]) == 2 and run(["doctor", str(tmp_path), "--deep"]) == 2
+
+
+ROW = "go to https://shop.example/login?code=123 or https://h/a.jsonl?code=5 &c."
+
+
+def search(folder: Path, **files: str) -> list[str]:
+    """Lines of `find_secrets` in a folder whose command read https://h/in/*.jsonl and https://h/b?part=1&of=2."""
+    manifest = {"inputs": [{"path": "https://h/in/a.jsonl"}], "text": "https://shop.example/"}
+    files |= {
+        "manifest.json": json.dumps(manifest, indent=1),
+        "recipe.resolved.yaml": 'files: ["https://h/in/*.jsonl"]\n',
+        "command.txt": "flatshift train --data 'https://h/b?part=1&of=2'\n",
+    }
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text + "\n", encoding="utf-8")
+    return [f"{file.relative_to(folder).as_posix()}:{line}" for file, line in find_secrets(folder)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("selected.jsonl", "selection/targets.jsonl", "drops.jsonl", "generations.jsonl", "predictions.jsonl"),
+        *("rows/trec-0a/train.jsonl", "rows/trec-0a/validation.jsonl", "rows/trec-0a/test.jsonl", "reference.json"),
+        *("chosen-texts/pool.jsonl", "log.txt", "cells/0a/log.txt", "report.html"),
+    ],
+)
+def test_addresses_of_rows_are_data(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert search(tmp_path / "run", **{name: ROW}) == []
+    monkeypatch.chdir(tmp_path / "run")
+    assert list(find_secrets(Path())) == []
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "recipe.resolved.yaml", "command.txt", "notes.jsonl", "README.md"])
+def test_any_address_counts_in_other_records(tmp_path: Path, name: str) -> None:
+    (tmp_path / "of another command").mkdir()
+    (tmp_path / "of another command" / name).write_text(ROW, encoding="utf-8")
+    assert search(tmp_path) == [f"of another command/{name}:1"]
+
+
+@pytest.mark.parametrize("name", ["log.txt", "report.html"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("https://h/in/a.jsonl?code=5", "https://h/in/b.jsonl?key=1", "https://h/b?part=1&amp;of=2&amp;token=x"),
+        *("https://h/b?part=1&token=x&of=2", f"https://h/a?{SIGNED}", f"https://h/a?{SIGNED.replace('&', '&amp;')}"),
+        *("https://ann:s3cret@h/a", "s3://AKIA:s3cret@bucket/key", "https://h/a?sv=2024&sig=s3cret%3D"),
+        *("https://h/a?X-Goog-Credential=me&X-Goog-Signature=s3cret", "https://h/a?X%2DAmz%2DSignature=s3cret"),
+        "https://h/a?Expires=9&Signature=s3cret&Key-Pair-Id=me",
+    ],
+)
+def test_a_log_and_a_page_hold_no_secret_of_an_input_and_none_of_a_store(
+    tmp_path: Path, name: str, address: str
+) -> None:
+    text = f"{ROW}\n<td>{address}</td> {address}\n{ROW}"
+    assert search(tmp_path, **{name: text}) == [f"{name}:2"]
+
+
+def test_a_manifest_quotes_addresses_without_their_secrets() -> None:
+    assert _truncate(ROW) == "go to https://shop.example/login or https://h/a.jsonl &c."
 
 
 @pytest.mark.parametrize("hub", [True, False])

@@ -94,8 +94,28 @@ def test_lists_of_texts_are_chosen_from_as_by_the_command(tmp_path: Path, monkey
     assert [line["path"] for line in kept.manifest["inputs"]] == [str(file) for file in files]
     assert flatshift.select([files[0]], files[1], budget=2, overrides=same | {"data.holdout": 0}).ids == short.ids
     assert sorted(path.name for path in tmp_path.iterdir()) == ["picked", "picked-texts"]
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    flatshift.select(POOL, TARGET, budget=2, overrides=same, out="~/picked", quiet=True)
+    assert sorted(path.name for path in (tmp_path / "home").iterdir()) == ["picked", "picked-texts"]
     breaks = [f"{text} of\u2028two\x85lines" for text in POOL]  # line ends to str.splitlines
     assert flatshift.select(breaks, TARGET, budget=2, overrides=same).texts[0] in breaks
+
+
+def test_a_refused_selection_leaves_the_texts_of_a_finished_one(tmp_path: Path) -> None:
+    out, texts = tmp_path / "picked", tmp_path / "picked-texts"
+    with pytest.raises(UserError, match="above the pool's 2 records"):
+        flatshift.select(POOL[:2], TARGET, budget=3, method="random", out=out, quiet=True)
+    flatshift.select(POOL, TARGET, budget=3, method="random", out=out, quiet=True)
+    before = {file.name: file.read_bytes() for file in texts.iterdir()}
+    assert len(before) == 2 and before["pool.jsonl"].count(b"\n") == len(POOL)
+    with pytest.raises(UserError, match="is not empty"):
+        flatshift.select(["x y"] * 3, ["q"], budget=1, method="random", out=out, quiet=True)
+    assert {file.name: file.read_bytes() for file in texts.iterdir()} == before
+
+
+def test_pieces_have_the_position_of_their_text() -> None:
+    cut = flatshift.select(POOL, TARGET, budget=4, method="random", overrides={"select.chunk.size": 3})
+    assert all(piece in POOL[row] for piece, row in zip(cut.texts, cut.indices, strict=True))
 
 
 def test_files_have_ids_and_their_own_columns(tmp_path: Path) -> None:

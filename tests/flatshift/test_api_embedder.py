@@ -49,6 +49,17 @@ def test_shards_of_a_map_hold_the_vectors_of_a_selection(tmp_path: Path, embedde
     np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
 
 
+def test_a_kind_takes_its_settings_from_overrides(tmp_path: Path) -> None:
+    (tmp_path / "words.vec").write_text("rate 3 4\ncell 4 -3\n", encoding="utf-8")
+    words = {"select.embedder.path": str(tmp_path / "words.vec")}
+    np.testing.assert_allclose(
+        flatshift.embedder("static", overrides=words)(["rate", "cell"]), [[0.6, 0.8], [0.8, -0.6]]
+    )
+    pool = ["rate rate", "cell cell"]
+    picked = flatshift.select(pool, ["cell"], budget=1, method="knn", embedder="static", overrides=words)
+    assert picked.texts == ["cell cell"] and picked.manifest["selection"]["embedder"] == "static"
+
+
 def test_what_no_text_has_by_itself_is_refused() -> None:
     with pytest.raises(UserError, match=r"select\.embedder\.kind: tfidf is no function of a text alone; take backbone"):
         flatshift.embedder("tfidf")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,46 @@ def test_a_list_that_is_given_twice_is_refused(
 
     assert run([command, *words, "--out", str(tmp_path / "never")]) == 2
     assert "is given twice, and only the last would count; write all values after one --" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "left"),
+    [
+        ("train", ["--like", "r", "--adapter.targets", "q_proj", "v_proj"], ["--like", "r"]),
+        ("train", ["--adapter.targets", "q_proj", "v_proj", "--resume=r"], ["--resume=r"]),
+        ("train", ["--adapter.targets", "q_proj", "v_proj", "own"], ["own"]),
+        ("plan", ["--adapter.targets", "q_proj", "v_proj", "--gpus", "here"], ["--gpus", "here"]),
+        ("plan", ["--adapter.targets", "q_proj", "v_proj", "chat"], ["chat"]),
+        ("plan", ["--adapter.targets", "q_proj", "v_proj", "qwen3-8b-chat-24gb"], ["qwen3-8b-chat-24gb"]),
+        ("plan", ["--adapter.targets", "q_proj", "v_proj", "own.yaml"], ["own.yaml"]),
+        ("sweep", ["--adapter.targets", "q_proj", "v_proj", "own"], ["own"]),
+    ],
+)
+def test_the_last_word_of_a_list_is_the_recipe_only_if_it_can_be(
+    command: str, words: list[str], left: list[str]
+) -> None:
+    rest, overrides = split_overrides(words, import_module(f"flatshift.commands.{command}").Flags)
+    assert rest == left and load_recipe(None, overrides).recipe.adapter.targets == ("q_proj", "v_proj")
+
+
+def test_several_words_are_the_files_of_a_source_with_any_name(tmp_path: Path) -> None:
+    from flatshift.commands.train import Flags
+
+    words = ["--data.train.sources.my-set.files", "a", "b", "--data.train.sources.my-set.when-over", "refuse"]
+    sources = load_recipe(None, split_overrides(["own.yaml", *words], Flags)[1]).recipe.data.train.sources
+    assert sources is not None and [Path(name).name for name in sources["my-set"].files] == ["a", "b"]
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_a_block_and_a_key_of_it_may_not_contradict_each_other(turn: int) -> None:
+    from flatshift.commands.train import Flags
+
+    flags = [["--train.seed", "7"], ["--train", "{seed: 5, steps: 3}"]][::turn]
+    with pytest.raises(UserError, match=r"^--train\S* .* and --train\S* .* contradict each other; keep one$"):
+        split_overrides([*flags[0], *flags[1]], Flags)
+    same = [word for flag in flags for word in flag if word != "7"]
+    same.insert(same.index("--train.seed") + 1, "5")
+    assert load_recipe("chat", split_overrides(same, Flags)[1]).recipe.train.seed == 5
 
 
 def test_help_names_what_is_given_by_position_and_shows_no_none(

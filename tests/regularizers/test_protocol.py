@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from flatshift.regularizers import GGPO, Plain, PlainRegularizer, RegularizerError, build
+from flatshift.regularizers import GGPO, MGPO, SAM, BiLora, FlatLora, Plain, PlainRegularizer, RegularizerError, build
 from flatshift.regularizers.mesh import Placement
 from flatshift.regularizers.methods.ggpo import GGPORegularizer
 from tests.support.regularizer_models import clear, gradients, loss_of, perturbations, tiny_llama, tokens, with_lora
@@ -78,8 +78,9 @@ def test_settings_of_an_unknown_type_are_refused() -> None:
 
 
 def test_a_model_without_lora_is_refused() -> None:
-    with pytest.raises(RegularizerError, match=r"no LoRA layer.*all-linear"):
-        build(GGPO()).attach(tiny_llama(), seed=0, total_steps=1)
+    for config, name in ((GGPO(), "GGPO"), (FlatLora(), "Flat-LoRA")):
+        with pytest.raises(RegularizerError, match=rf"no LoRA layer, and {name} perturbs.*all-linear"):
+            build(config).attach(tiny_llama(), seed=0, total_steps=1)
 
 
 def test_a_model_with_lora_on_embeddings_only_is_refused_and_mixed_is_reported(caplog) -> None:
@@ -172,6 +173,27 @@ def test_attach_step_and_detach_leave_no_trace() -> None:
     assert torch.equal(loss, expected)
     mine, theirs = gradients(model), gradients(reference)
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(
+    ("config", "dora"), [(GGPO(), False), (GGPO(), True), (MGPO(form="code"), False), (SAM(), False), (BiLora(), False)]
+)
+def test_a_reference_by_another_adapter_is_unperturbed(config, dora) -> None:
+    """As of TRL's DPOTrainer, which goes on from an adapter and keeps a copy of it as `ref`."""
+    model, ids = with_lora(tiny_llama(), use_dora=dora), tokens()
+    model.add_adapter("ref", LoraConfig(target_modules="all-linear", init_lora_weights=False, use_dora=dora))
+    model.set_adapter("ref")
+    expected = loss_of(model, ids)
+    model.set_adapter("default")
+    regularizer = build(config).attach(model, seed=0, total_steps=2)
+    for t in range(2):  # in the first step some methods perturb nothing
+        with regularizer.step(t) as passes:
+            for _ in passes:
+                loss_of(model, ids).backward()
+                model.set_adapter("ref")
+                assert torch.equal(loss_of(model, ids), expected)
+                model.set_adapter("default")
+        regularizer.after_optimizer_step(1e-2)
 
 
 def test_a_forward_that_someone_else_replaced_is_called_and_restored() -> None:

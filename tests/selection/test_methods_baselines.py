@@ -271,7 +271,8 @@ def test_domains_fill_their_quota_with_the_best_inside():
     domains = [("a", "b", "c", None)[i] for i in R.integers(4, size=300)]
     pool = named(300, features=x, domains=domains)
     target = Pool(features=np.zeros((4, 3)), domains=["a", "a", "c", "z"])
-    found = DomainsSelector(budget=40, inside=KNNSelector()).fit(pool, target)
+    with pytest.warns(UserWarning, match="too few rows for the shares of z; others get the rest"):
+        found = DomainsSelector(budget=40, inside=KNNSelector()).fit(pool, target)
     assert found.quotas_ == {"a": 27, "b": 0, "c": 13}
     assert found.diagnostics_["absent"] == ["z"]
     inner = KNNSelector().fit(pool, target).scores_
@@ -286,7 +287,8 @@ def test_domains_fill_their_quota_with_the_best_inside():
 
 def test_domains_without_enough_rows_hand_their_share_on():
     pool = named(50, domains=["a"] * 5 + ["b"] * 45)
-    found = DomainsSelector(budget=30, shares={"a": 1.0, "b": 1.0}, seed=2).fit(pool, pool)
+    with pytest.warns(UserWarning, match="too few rows for the shares of a; others get the rest"):
+        found = DomainsSelector(budget=30, shares={"a": 1.0, "b": 1.0}, seed=2).fit(pool, pool)
     assert found.quotas_ == {"a": 5, "b": 25} and found.diagnostics_["short"] == ["a"]
     inside = RandomSelector(seed=2).fit(pool, pool).scores_
     taken = [i for i in found.select(30) if i >= 5]

@@ -721,7 +721,7 @@ FORMS: list[Form] = [
           chosen(COUNT, 3)),
     _form("select cleaned", f"{_SELECT.replace('texts.jsonl', 'sample-pool.jsonl')} --select.hygiene.exact true --select.hygiene.near '{{}}' "
           "--select.hygiene.decontaminate '{}' --select.eval.files pairs.jsonl --select.hygiene.drops removed.jsonl "
-          "--bad-rows skip", holds("selected.jsonl", "drops.jsonl")),
+          "--select.hygiene.length.min_chars 1 --bad-rows skip", holds("selected.jsonl", "drops.jsonl")),
     _form("select in pieces", f"{_SELECT} --select.chunk.size 4 --method dsir", holds("scores.parquet")),
     _form("select in rounds", f"{_SELECT} --method gotd --select.method.rounds 2 --select.checks false", chosen(COUNT, 3)),
     _form("select with repeats", f"{_SELECT} --method cynical --select.method.repeats 2", chosen(COUNT, 3)),

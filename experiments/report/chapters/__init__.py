@@ -19,6 +19,7 @@ from flatshift.experiments.report.chapters import (
     tokenizer,
 )
 from flatshift.experiments.results.run import RunResults, read_object
+from flatshift.finetune.figures import format_bytes
 
 PARTS = (
     sweep.forecast_part,
@@ -93,7 +94,7 @@ def _provenance_sections(run: RunResults) -> list[Section]:
             {
                 "file": str(i.get("path", "")),
                 "rows": formats.number(i["rows"]) if isinstance(i.get("rows"), int) else "–",
-                "size": formats.size(i["bytes"]) if isinstance(i.get("bytes"), int) else "–",
+                "size": format_bytes(i["bytes"]) if isinstance(i.get("bytes"), int) else "–",
                 "SHA-256": str(i.get("sha256", "")),
             }
             for i in inputs
@@ -104,7 +105,7 @@ def _provenance_sections(run: RunResults) -> list[Section]:
         pairs = []
         for key, value in run.environment.items():
             if key == "memory" and isinstance(value, int):
-                value = formats.size(value)
+                value = format_bytes(value)
             if isinstance(value, list | dict):  # `resumed` is a list of what differed at each resume
                 changes = value if isinstance(value, list) else [value]
                 value = "; ".join(", ".join(f"{k} {v}" for k, v in each.items() if v is not None) for each in changes)

@@ -101,12 +101,13 @@ def _few_shot_section(few_shot: Document) -> Section:
     """Describe the prompt, and how accuracy changes with the score and the draw of worked examples."""
     results = [(name, *item) for name, splits in few_shot["subjects"].items() for item in splits.items()]
     scores = list(dict.fromkeys(score for _, _, result in results for score in result["by_score"]))
+    lost = {"shots_dropped": "examples left out", "shots_missing": "examples missing", "rows_cut": "rows cut"}
     rows = []
     for name, split, result in results:
         seeds = ", ".join(formats.number(value) for value in result["by_seed"])
         cells = [formats.number(result["by_score"].get(score)) for score in scores]
-        rows.append([name, split, *cells, seeds, f"{result['shots_dropped']:,}"])
-    head = ["evaluated", "split", *(f"accuracy by {score}" for score in scores), "by seed", "examples left out"]
+        rows.append([name, split, *cells, seeds, *(f"{result.get(key, 0):,}" for key in lost)])
+    head = ["evaluated", "split", *(f"accuracy by {score}" for score in scores), "by seed", *lost.values()]
     blocks: list[Block] = [Table(head, rows, numeric=frozenset(range(2, len(head))))]
     tests = [
         [name, split, f"{test['only_ours']:,}", f"{test['only_theirs']:,}", formats.number(test["p"])]
@@ -126,7 +127,7 @@ def _few_shot_section(few_shot: Document) -> Section:
 
 def _group_sections(grouped: Document, split: str) -> list[Section]:
     sections = []
-    families = grouped["families"]
+    families, counts = grouped["families"], grouped.get("rows_by_split", {}).get(split, grouped["rows"])
     ordered = [(family, group) for family, members in families.items() for group in members] or [
         ("", group) for group in grouped["rows"]
     ]
@@ -140,7 +141,7 @@ def _group_sections(grouped: Document, split: str) -> list[Section]:
         for family, group in ordered:
             cells = [formats.with_interval(splits[split][group].get(metric)) for metric in metrics]
             words = [family, _group_label(grouped, group)] if families else [_group_label(grouped, group)]
-            rows.append([*words, f"{grouped['rows'][group]:,}", *cells])
+            rows.append([*words, f"{counts[group]:,}", *cells])
         macro = grouped["macro"][subject].get(split, {})
         cells = [formats.with_interval(macro.get(metric)) for metric in metrics]
         rows.append([*([""] if families else []), "mean of all", "", *cells])
@@ -180,7 +181,7 @@ def _change_section(grouped: Document, name: str, split: str, ordered: Sequence[
             f"clearly worse: {', '.join(worse) or 'none'}."
         )
         blocks.append(Notes([note]))
-    lead = f"{metric.title.capitalize()} of the one less that of the other over the same rows"
+    lead = f"{formats.capitalise(metric.title)} of the one less that of the other over the same rows"
     lead += "; below 0 is better." if metric.lower else "; above 0 is better."
     return Section(f"{name}: the map by {grouped['column']}, {split}", blocks, lead)
 

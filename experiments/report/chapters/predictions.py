@@ -86,15 +86,10 @@ def _answer_section(rows: Predictions, split: str) -> Section:
     answered = [row for row in rows.shown if row["answer"] is not None]
     wrong = [row for row in answered if not row.get("exact_match")][: _SAMPLES - _RIGHT]
     right = [row for row in answered if row.get("exact_match")][: _SAMPLES - len(wrong)]
-    cards = [
-        Card(
-            mark,
-            str(row["text"]),
-            [("written", _truncate(row["answer"])), ("right", _truncate(row["reference"])), ("row", str(row["row"]))],
-        )
-        for mark, group in (("✗", wrong), ("✓", right))
-        for row in group
-    ]
+    cards = []
+    for mark, row in [*(("✗", row) for row in wrong), *(("✓", row) for row in right)]:
+        texts = [("written", _truncate(row["answer"])), ("right", _truncate(row["reference"]))]
+        cards.append(Card(mark, str(row["text"]), [*texts, ("row", str(row["row"]))]))
     lead = f"What the model wrote for rows of {split}, greedily, next to the row's own answer."
     return Section("Answers next to references", [Cards(cards)], lead)
 

@@ -181,11 +181,7 @@ def training_sections(run: RunResults) -> list[Section]:
     charts = [curves, training_charts.preference_charts(run.metrics)]
     groups = [*map(ChartGroup, charts), ChartGroup(unfolded, small=True)]
     counters = Section("Counters of the regularizer and the machine", [ChartGroup(folded, small=True)], folded=True)
-    return [
-        section
-        for section in (Section("Training", [*groups, Notes(notes)]), _plan_section(run), counters)
-        if section.blocks
-    ]
+    return [Section("Training", [*groups, Notes(notes)]), _plan_section(run), counters]
 
 
 def _plan_section(run: RunResults) -> Section:

@@ -22,6 +22,7 @@ from flatshift.experiments.report.blocks import (
 from flatshift.experiments.report.charts import selection as selection_charts
 from flatshift.experiments.results.run import RunResults, SelectionResults, read_object
 from flatshift.finetune.errors import UserError
+from flatshift.finetune.figures import format_bytes
 from flatshift.selection.config import Method
 
 _SPOKE = {
@@ -53,6 +54,10 @@ _DIAGNOSTICS = {
     "converged": "converged",
     "iterations": "iterations",
     "dual_value": "dual value",
+}
+_DIAGNOSTICS_OF_METHOD = {
+    "domains": {"short": "domains with fewer records than their share"},
+    "round-robin": {"taken": "records taken in turn"},
 }
 
 
@@ -93,8 +98,7 @@ def _selection_finding(selection: SelectionResults) -> str:
 
 def _method_name(selection: SelectionResults) -> str:
     """Return the method's title: `gotd` → `GOT-D`."""
-    method = selection.about.get("method")
-    kind = method.get("kind") if isinstance(method, dict) else method
+    kind = selection.about.get("method")
     titles = {config.kind: config.title for config in get_args(Method)}
     if kind == "auto" and "chosen" in selection.about:
         return f"Auto ({titles.get(str(selection.about['chosen']), selection.about['chosen'])})"
@@ -151,11 +155,12 @@ def _selection_sections(run: RunResults, selection: SelectionResults) -> list[Se
 
 def _diagnostics(manifest: dict[str, Any]) -> list[tuple[str, str]]:
     listed = {key: value for key, value in manifest.items() if key not in _ELSEWHERE}
-    order = [key for key in _DIAGNOSTICS if key in listed] + [key for key in listed if key not in _DIAGNOSTICS]
-    facts = [(_DIAGNOSTICS.get(key, key.replace("_", " ")), formats.json_value(listed[key])) for key in order]
+    labels = _DIAGNOSTICS | _DIAGNOSTICS_OF_METHOD.get(str(manifest.get("method")), {})
+    order = [key for key in labels if key in listed] + [key for key in listed if key not in labels]
+    facts = [(labels.get(key, key.replace("_", " ")), formats.json_value(listed[key])) for key in order]
     peaks = manifest.get("peak_bytes")
     if isinstance(peaks, dict):
-        text = ", ".join(f"{formats.size(value)} after {stage}" for stage, value in peaks.items())
+        text = ", ".join(f"{format_bytes(value)} after {stage}" for stage, value in peaks.items())
         facts.append(("peak memory, mapped files included", text))
     return facts
 
@@ -195,8 +200,9 @@ def _profile_section(profile: dict[str, Any]) -> Section:
         ),
         ["sources", *(format_shares(s, "sources") for s in sides)],
     ]
-    caption = f"Of up to {profile['pool']['texts']:,} texts of each side."
-    warnings = Notes([str(sentence).capitalize() for sentence in profile["warnings"]])
+    counts = ", ".join(f"{profile[side]['texts']:,} of the {side}" for side in sides)
+    caption = f"Texts compared: {counts}."
+    warnings = Notes([formats.capitalise(str(sentence)) for sentence in profile["warnings"]])
     lead = "Compared with target and pool; a record that is read again counts once."
     return Section("What was chosen", [warnings, Table(["", *sides], rows, caption)], lead)
 
@@ -226,11 +232,8 @@ _TopRecord = tuple[dict[str, Any], str, str, str, str]
 
 def _top_records(run: RunResults, selection: SelectionResults) -> list[_TopRecord]:
     """Return (record, text, domain, id and text of the nearest target) of the loaded top records, in rank order."""
-    column = "text"
-    select = run.recipe.get("select")
-    if isinstance(select, dict) and isinstance(select.get("columns"), dict):
-        column = str(select["columns"].get("text") or "text")
-    by_rank: dict[str, dict[int, Any]] = {"nearest_target": {}, "times": {}}
+    column = ((run.recipe.get("select") or {}).get("columns") or {}).get("text") or "text"
+    by_rank: dict[str, dict[int, Any]] = {"nearest_target": {}, "times": {}, "domain": {}}
     if selection.table is not None:
         import pyarrow as pa
         import pyarrow.compute as pc
@@ -241,12 +244,9 @@ def _top_records(run: RunResults, selection: SelectionResults) -> list[_TopRecor
             by_rank[name] = dict(zip(top.column("rank").to_pylist(), top.column(name).to_pylist(), strict=True))
     records = []
     for position, record in enumerate(selection.top, 1):
-        source = record.get("source")
-        text = record.get(column) or (source.get(column) if isinstance(source, dict) else None)
-        if not isinstance(text, str):
-            text = next((v for k, v in record.items() if isinstance(v, str) and k != "id"), "")
-        domain = str(record.get("domain") or selection.hidden_domains.get(str(record.get("id", "")), ""))
+        text = str(record.get(column, ""))
         rank = record.get("rank", position)
+        domain = str(by_rank["domain"].get(rank) or selection.hidden_domains.get(str(record.get("id", "")), ""))
         near = str(by_rank["nearest_target"].get(rank) or "")
         times = by_rank["times"].get(rank, 1)
         record = {**record, "times": f"{times} times" if times > 1 else ""}
@@ -319,19 +319,15 @@ def _distance_table(checks: dict[str, Any], sampled: bool) -> Table:
     for index, share in enumerate(checks["shares"]):
         own = checks["fitted"]["selection"][index]
         cells = [
+            f"{share:g}",
             _format_change(own["predicted"] / distance),
             _format_change(own["realised"] / distance),
             "–" if own["ratio"] is None else formats.number(float(own["ratio"]), 2),
             f"{'≈' if sampled else '≥'} {_format_change((own['realised'] - own['gap']) / distance)}",
             _format_change(own["debiased"] / distance),
         ]
-        rows.append(
-            [
-                f"{share:g}",
-                *cells,
-                *(_format_range(selection_charts.relative_changes(checks, arm, index)) for arm in arms),
-            ]
-        )
+        cells += [_format_range(selection_charts.relative_changes(checks, arm, index)) for arm in arms]
+        rows.append(cells)
     bound = "an estimate from the sample, no bound for the whole pool" if sampled else "a bound"
     caption = (
         "All in per cent of the distance before. Promised: λ times the mean score. Best possible: no selection of this "
@@ -411,7 +407,7 @@ def _removal_section(selection: SelectionResults) -> Section:
     notes = [
         f"{count:,} {sentence}" for step, name, sentence in _REMOVAL_NOTES if (count := hygiene.get(step, {}).get(name))
     ]
-    lead = f"{records:,} records were read, {hygiene['kept']:,} took part in the selection."
+    lead = f"{records:,} records were read, {hygiene['kept']:,} remained after these steps."
     return Section("Removed from the pool", [*blocks, Notes(notes)], lead)
 
 

@@ -98,11 +98,12 @@ def _rise_chart(measures: dict[str, dict[str, Any]], loss_unit: str) -> Chart | 
         ax.axhline(0, color=colour("faint"), linewidth=1)
         ax.margins(x=0.03, y=0.08)
         label_ends(ax, ends, height=226)
-        draws = max(cell["n"] for curve in curves.values() for _, cell in curve)
+        draws = [cell["n"] for curve in curves.values() for _, cell in curve if cell.get("low") is not None]
+        band = f" Band: interval over {max(draws)} antithetic pairs of noise." if draws else ""
         return canvas.chart(
             "sharpness-rise",
             title="Mean rise of the loss under random noise on the weights",
-            caption=f"What GGPO and Flat-LoRA keep low. Band: interval over {draws} antithetic pairs of noise.",
+            caption=f"What GGPO and Flat-LoRA keep low.{band}",
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,6 +21,7 @@ from flatshift.experiments.results.analysis import (
     PANELS,
     AxisAnalysis,
     SweepAnalysis,
+    fit_name,
     is_capacity_axis,
     main_axis,
     sample_settings,
@@ -56,10 +56,11 @@ def forecast_part(run: RunResults) -> ChapterPart | None:
     forecast = read_object(run.path / FORECAST)
     if not forecast:
         return None
+    decay = "the recipe's own" if forecast.get("own_decay") else "in units of the kernel's mean eigenvalue"
     note = (
         "Everything below that looks measured is computed: the model is linearised where it starts and solved in "
         "closed form; each seed on this page is a draw of rows and of starting values, not a training run. Weight "
-        "decay is the ridge, in units of the kernel's mean eigenvalue."
+        f"decay is the ridge, {decay}."
     )
     return ChapterPart("forecast", forecast_sentences(forecast), sections=[Section("What this is", [Notes([note])])])
 
@@ -70,8 +71,8 @@ def sweep_finding(data: SweepData, analysis: SweepAnalysis) -> str:
     test, _ = data.error_columns()
     lowest = data.best(test)
     if axis is None or lowest is None:
-        return f"{data.done:,} of {len(data):,} cells are finished; there is no curve to draw yet."
-    start = "Mean" if data.done == len(data) else f"With {data.done:,} of {len(data):,} cells finished, mean"
+        return f"{data.done:,} of {data.total:,} cells are finished; there is no curve to draw yet."
+    start = "Mean" if data.done == data.total else f"With {data.done:,} of {data.total:,} cells finished, mean"
     position, mean = sweep_verdicts.format_lowest(data, test), formats.with_interval(lowest[1])
     sentence = f"{start} {formats.figure_name(test)} is lowest at {position}: {mean}"
     if data.ties(test):
@@ -97,7 +98,7 @@ def next_value_effects(data: SweepData, analysis: SweepAnalysis) -> str:
         column = matrix.values.index(setting[axis])
         name, value = formats.axis_name(axis), formats.axis_value(setting[axis])
         if column + 1 == len(matrix.values):
-            reason = "more was not tried" if data.done == len(data) else "as far as cells are finished"
+            reason = "more was not tried" if data.done == data.total else "as far as cells are finished"
             parts.append(f"{name} ends at {value}, {reason}")
             continue
         change = matrix.y[:, column + 1] - matrix.y[:, column]
@@ -142,13 +143,12 @@ def sweep_tiles(data: SweepData, analysis: SweepAnalysis) -> list[KeyFigure]:
             tiles.append(KeyFigure("majority baseline", formats.number(floor), "", note))
         crossing = analysis.crossing(axis, {}) if len(data.axes) == 1 else None
         if crossing is not None:
-            note = f"{axis} at which train error crosses {data.epsilon:g}"
+            note = f"{axis} at which the {fit_name(data)} crosses {data.epsilon:g}"
             tiles.append(KeyFigure("interpolation threshold", sweep_verdicts.format_crossing(crossing), "", note))
     low, high = data.seeds_each()
     note = f"{low} to {high} seeds" if low < high else f"{high} seed{'s' * (high != 1)} each"
     note += f", {len(data.failed)} failed" if data.failed else ""
-    total = data.planned if data.planned is not None else len(data)
-    tiles.append(KeyFigure("cells finished", f"{data.done:,} / {max(total, len(data)):,}", "", note))
+    tiles.append(KeyFigure("cells finished", f"{data.done:,} / {data.total:,}", "", note))
     return tiles
 
 
@@ -172,14 +172,12 @@ def sweep_sections(data: SweepData, analysis: SweepAnalysis) -> list[Section]:
 
 def _overview_section(data: SweepData, analysis: SweepAnalysis) -> Section:
     curves = [curve for direction in _top_directions(analysis) for curve in direction.curves]
-    tables = (sweep_verdicts.verdict_table(curves, data.epsilon), sweep_verdicts.bisection_table(data))
+    tables = (sweep_verdicts.verdict_table(curves, data.epsilon, data.level), sweep_verdicts.bisection_table(data))
     notes = []
     if data.unfinished:
-        note = (
-            f"{data.unfinished:,} of {data.planned or len(data):,} cells have no result yet; this page shows the others"
-        )
-        if data.seconds:
-            each = statistics.fmean(data.seconds)
+        note = f"{data.unfinished:,} of {data.total:,} cells have no result yet; this page shows the others"
+        if data.has("seconds"):
+            each = float(np.nanmean(data.column("seconds")))
             whole = formats.seconds(each * data.unfinished)
             note += f". At {formats.seconds(each)} a cell they take {whole} one by one"
         notes.append(note + ". `flatshift sweep` with the same arguments continues.")
@@ -237,7 +235,7 @@ def _threshold_notes(analysis: SweepAnalysis) -> list[str]:
         crossing = direction.crossing_at(setting)
         if crossing is not None and crossing.fitted != "some":
             sides[crossing.fitted].append(formats.setting(setting))
-    notes = []
+    notes, fit = [], formats.capitalise(fit_name(direction.table))
     for side, names in sides.items():
         if not names:
             continue
@@ -245,9 +243,9 @@ def _threshold_notes(analysis: SweepAnalysis) -> list[str]:
         if len(names) > _MAX_LOST and at:
             at = f" ({len(names)} of {len(direction.settings)} settings)"
         notes.append(
-            f"Train error stays above {data.epsilon:g}: nothing interpolates, so this axis shows no peak there{at}."
+            f"{fit} stays above {data.epsilon:g}: nothing interpolates, so this axis shows no peak there{at}."
             if side == "none"
-            else f"Train error is at most {data.epsilon:g} from the smallest {axis} on: every value interpolates, so "
+            else f"{fit} is at most {data.epsilon:g} from the smallest {axis} on: every value interpolates, so "
             f"this axis cannot show an interpolation peak; take more rows, more label noise or fewer steps{at}."
         )
     return notes
@@ -261,7 +259,7 @@ def _axis_section(data: SweepData, direction: AxisAnalysis, *, verdicts: bool) -
         return Section(title, [])
     comparison, notes = sweep_verdicts.regularizer_table(direction)
     tables = (
-        sweep_verdicts.verdict_table(direction.curves, data.epsilon) if verdicts else None,
+        sweep_verdicts.verdict_table(direction.curves, data.epsilon, data.level) if verdicts else None,
         sweep_verdicts.emc_table(direction) if axis.endswith("limit") else None,
         comparison,
     )
@@ -286,11 +284,12 @@ def _axis_charts(data: SweepData, direction: AxisAnalysis) -> list[Chart | None]
     charts: list[Chart | None] = []
     for kind in kinds:
         lines = curve_charts.train_test_series(table, kind)
+        unit = curve_charts.metric_unit(table, kind)
         names = " and ".join(line.name for line in lines).capitalize()
         title = f"{names} {find_metric(kind).title} along {formats.axis_name(axis)}"
         name = f"sweep-{axis.rpartition('.')[2].replace('_', '-')}-{kind}"
         if len(direction.drawn) > 1 and (kind != kinds[0] or not is_capacity_axis(axis)):
-            charts.append(_faceted_chart(direction, lines, name, title, curve_charts.metric_unit(kind)))
+            charts.append(_faceted_chart(direction, lines, name, title, unit))
             continue
         # One y range for all settings, so that their charts are comparable.
         curves = [table.curve(line.column, axis, setting) for line in lines for setting in direction.drawn]
@@ -299,7 +298,7 @@ def _axis_charts(data: SweepData, direction: AxisAnalysis) -> list[Chart | None]
         limits = curve_charts.y_limits(trained, zero=kind == "error") if trained else None
         for number, setting in enumerate(direction.drawn):
             chart = curve_charts.curve_chart(
-                table, axis, setting, lines, name=f"{name}-{number}", title=title, unit=curve_charts.metric_unit(kind),
+                table, axis, setting, lines, name=f"{name}-{number}", title=title, unit=unit,
                 limits=limits, analysed=direction.curve_at(setting) if kind == kinds[0] else None,
                 crossing=direction.crossing_at(setting), epsilon=data.epsilon,
                 wide=len(direction.drawn) == 1 and len(kinds) == 1,
@@ -322,9 +321,9 @@ def _faceted_chart(direction: AxisAnalysis, lines: Sequence[Series], name: str, 
 
 def _random_cell_section(data: SweepData) -> Section:
     kind = data.error_columns()[0].partition(".")[2]
-    lines = curve_charts.train_test_series(data, kind)
+    lines, unit = curve_charts.train_test_series(data, kind), curve_charts.metric_unit(data, kind)
     charts = [
-        curve_charts.scatter_chart(data, axis, lines, name=f"sweep-cells-{number}", unit=curve_charts.metric_unit(kind))
+        curve_charts.scatter_chart(data, axis, lines, name=f"sweep-cells-{number}", unit=unit)
         for number, axis in enumerate(a for a in data.axes if data.numeric(a))
     ]
     return Section("Cells", [ChartGroup(charts)])
@@ -351,7 +350,7 @@ def _map_section(data: SweepData) -> Section:
         names = "-".join(a.rpartition(".")[2].replace("_", "-") for a in (x, y))
         for number, setting in enumerate(sample_settings(data, settings, 1 if len(pairs) > 1 else PANELS)):
             charts += heat_maps(data, x, y, setting, columns, name=f"sweep-map-{names}-{number}", epsilon=epsilon)
-    lead = f"The line is the interpolation threshold, a mean train error of {epsilon:g}.{note}"
+    lead = f"The line is the interpolation threshold, where the mean {fit_name(data)} is {epsilon:g}.{note}"
     return Section("Maps", [ChartGroup(charts)], lead)
 
 
@@ -430,11 +429,14 @@ def forecast_sentences(forecast: Mapping[str, Any]) -> list[str]:
     def format_value(value: float) -> str:
         return f"{100 * value:.1f} %" if metric == "error" else f"{value:.3g}"
 
-    best, end, left_out = (format_value(forecast[name]) for name in ("best", "end", "left_out"))
+    own = forecast.get("own_decay")  # solved with this ridge only, so not to the end
+    ridge = "the recipe's weight decay" if own else "the best ridge"
+    scale = f"{own:g}" if own else f"{forecast['best_decay']:g} of the kernel's mean eigenvalue"
+    end = "" if own else f", {format_value(forecast['end'])} trained to the end"
     sentences = [
-        f"Predicted, nothing was trained: test {metric} {best} with {n:,} rows at rank {forecast['rank']} and the best "
-        f"ridge ({forecast['best_decay']:g} of the kernel's mean eigenvalue), {end} trained to the end; leave-one-out "
-        f"on the training rows says {left_out}."
+        f"Predicted, nothing was trained: test {metric} {format_value(forecast['best'])} with {n:,} rows at rank "
+        f"{forecast['rank']} and {ridge} ({scale}){end}; leave-one-out on the training rows says "
+        f"{format_value(forecast['left_out'])}."
     ]
     more = forecast["more"]
     if more is not None and more["low"] is not None:
@@ -444,15 +446,15 @@ def forecast_sentences(forecast: Mapping[str, Any]) -> list[str]:
             f"{points * more['low']:+.2g} to {points * more['high']:+.2g}, over {forecast['draws']} draws)."
         )
     sentences.append(f"The fit uses {forecast['effective']:.0f} effective parameters at that ridge.")
-    if forecast["threshold_rank"] is not None:
+    if not own and forecast["threshold_rank"] is not None:
         sentences.append(
             f"Training labels can just be fitted at rank {forecast['threshold_rank']:.3g}: expect a peak there."
         )
-    elif forecast["threshold_note"]:
+    elif not own and forecast["threshold_note"]:
         sentences.append(f"No peak can show along rank: {forecast['threshold_note']}.")
     if len(forecast["ranks"]) > 1:
         sentences.append(
-            f"Take rank {forecast['best_rank']}: of those with the lowest predicted {metric} at the best ridge, as far "
+            f"Take rank {forecast['best_rank']}: of those with the lowest predicted {metric} at {ridge}, as far "
             "as the draws can tell, the one that trains soonest."
         )
     sentences.append(

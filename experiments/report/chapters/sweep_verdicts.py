@@ -11,12 +11,13 @@ from flatshift.experiments.report import formats
 from flatshift.experiments.report.blocks import Table
 from flatshift.experiments.results.analysis import AnalysedCurve, AxisAnalysis, SweepAnalysis, compare_settings
 from flatshift.experiments.results.sweep import SweepData
-from flatshift.experiments.statistics.emc import Crossing, emc_from_curve
+from flatshift.experiments.statistics.curve import percents
+from flatshift.experiments.statistics.emc import Crossing, emc_from_curve, format_complexity
 from flatshift.experiments.statistics.peak import FEWEST_POINTS, FEWEST_SEEDS, PeakTest
 from flatshift.finetune.errors import UserError
 
 
-def verdict_table(curves: Sequence[AnalysedCurve], epsilon: float) -> Table | None:
+def verdict_table(curves: Sequence[AnalysedCurve], epsilon: float, level: float) -> Table | None:
     """Build one row per curve with a verdict; None without any."""
     if not curves:
         return None
@@ -24,10 +25,10 @@ def verdict_table(curves: Sequence[AnalysedCurve], epsilon: float) -> Table | No
     columns += ["threshold", "training loss p"]
     table = Table(columns, [_verdict_row(curve) for curve in curves], numeric=frozenset({3, 5, 6, 7, 8}))
     explanations = {
-        "height": "Height: above the higher flank, with its 95 % interval, in the units of the curve; no peak was "
-        "found where none is given.",
+        "height": f"Height: above the higher flank, with its {percents(level)[1]} % interval, in the units of the "
+        "curve; no peak was found where none is given.",
         "found with 80 % power": "Found with 80 % power: at the inner point where runs scatter most.",
-        "threshold": f"Threshold: where the mean train error crosses {epsilon:g}, between points.",
+        "threshold": f"Threshold: where the mean {curves[0].curve.fit} crosses {epsilon:g}, between points.",
         "training loss p": "Training loss p: of a peak of the training loss, which is no double descent.",
     }
     caption = (
@@ -73,7 +74,7 @@ def regularizer_table(direction: AxisAnalysis) -> tuple[Table | None, list[str]]
     the unregularized value if there is one (`plain`, or a strength of 0). The table is None if no pair has enough
     seeds; both are empty without such an axis.
     """
-    rows, sentences, epsilon = [], [], direction.data.epsilon
+    rows, sentences, epsilon, level = [], [], direction.data.epsilon, direction.data.level
     for axis in (a for a in direction.table.axes if a == "regularizer" or a.startswith("regularizer.")):
         levels = direction.table.values(axis)
         base = "plain" if "plain" in levels else levels[0]
@@ -84,7 +85,7 @@ def regularizer_table(direction: AxisAnalysis) -> tuple[Table | None, list[str]]
             drawn = setting in direction.drawn
             try:
                 curve, comparison = compare_settings(
-                    direction.table, direction.axis, *pair, test=direction.test, epsilon=epsilon
+                    direction.table, direction.axis, *pair, test=direction.test, epsilon=epsilon, level=level
                 )
             except UserError as error:  # one of the two lacks seeds or values
                 if drawn:
@@ -102,10 +103,10 @@ def regularizer_table(direction: AxisAnalysis) -> tuple[Table | None, list[str]]
     table = Table(columns, rows, numeric=frozenset({2, 3, 5, 6, 7}))
     explanations = {
         "mean difference": f"{direction.test.replace('.', ' ').replace('_', ' ')} minus the other's, on the same "
-        "seeds, with 95 % intervals.",
+        f"seeds, with {percents(level)[1]} % intervals.",
         "peak at": "Peak: the one that the peak test finds in the mean of both curves; its height is taken above the "
         "mean of its flanks, so that neither curve chose the place.",
-        "threshold ÷": f"Threshold: where the train error crosses {epsilon:g}, as a ratio of positions.",
+        "threshold ÷": f"Threshold: where the {curve.fit} crosses {epsilon:g}, as a ratio of positions.",
         "p": "No p is corrected for the number of rows.",
     }
     return _with_caption(table, explanations), sentences
@@ -146,7 +147,7 @@ def verdict_shortfall(direction: AxisAnalysis) -> str:
         return need
     name = direction.axis.rpartition(".")[2]
     low, high = (f"{name} = {formats.axis_value(lowest.values[j])}" for j in (best, reference))
-    unit = " nats" if direction.test.endswith("loss") else ""
+    unit = f" {direction.table.loss_unit.partition(',')[0]}" if direction.test.endswith("loss") else ""
     basis = f"in each of {len(differences)} seeds" if len(differences) > 1 else "in one seed"
     return f"{need}, but {low} is lower than {high} by {formats.number(float(differences.mean()), 2)}{unit}, {basis}"
 
@@ -184,8 +185,9 @@ def verdict_notes(analysis: SweepAnalysis) -> list[str]:
     if len(tested) > 1:
         level = tested[0].level
         notes.append(
-            f"{len(curves)} verdicts were asked, {len(tested)} with a peak test at {level:.0%}: if no curve had a "
-            f"peak, about {level * len(tested):.1g} would show one by chance. Nothing is corrected for their number."
+            f"{len(curves)} verdicts were asked, {len(tested)} with a peak test at {percents(level)[0]}%: if no curve "
+            f"had a peak, about {level * len(tested):.1g} would show one by chance. Nothing is corrected for their "
+            "number."
         )
     count = sum(d.total - len(d.settings) for d in analysis.directions if d.curves)
     if count:
@@ -204,11 +206,12 @@ def emc_table(direction: AxisAnalysis) -> Table | None:
     for setting in direction.settings:
         matrix = direction.table.matrix("train.error", direction.axis, setting)
         try:  # a diverged run fits nothing, as in a bisection
-            emc = emc_from_curve(matrix.values, np.where(matrix.diverged, 1.0, matrix.y), direction.data.epsilon)
+            errors = np.where(matrix.diverged, 1.0, matrix.y)
+            emc = emc_from_curve(matrix.values, errors, direction.data.epsilon)
         except UserError:  # too few sizes, or no seed that finished at all of them
             continue
-        text = _format_complexity(emc.value, emc.low, emc.high, emc.side, (emc.points[0][0], emc.points[-1][0]))
-        rows.append([formats.setting(setting) or "all cells", text, str(len(matrix.seeds))])
+        text = format_complexity(emc.value, emc.low, emc.high, emc.side, (emc.points[0][0], emc.points[-1][0]))
+        rows.append([formats.setting(setting) or "all cells", text, str(int(np.isfinite(errors).all(axis=1).sum()))])
     if not rows:
         return None
     caption = (
@@ -225,24 +228,10 @@ def bisection_table(data: SweepData) -> Table | None:
     rows = []
     for p in data.searched:
         tried = [t["rows"] for t in p["tried"]]
-        text = _format_complexity(p["emc"], p["low"], p["high"], p["side"], (tried[0], tried[-1]))
+        text = format_complexity(p["emc"], p["low"], p["high"], p["side"], (tried[0], tried[-1]))
         rows.append([formats.setting(p["point"]) or "the recipe", text, ", ".join(f"{n:,}" for n in tried)])
     caption = (
         "Effective model complexity by bisection: the most training examples that are still fitted to a mean train "
         f"error of {data.epsilon:g}, with its 95 % interval over seeds; from emc.json."
     )
     return Table(["setting", _COMPLEXITY, "sizes tried"], rows, caption)
-
-
-def _format_complexity(
-    value: float | None, low: float | None, high: float | None, side: str, tried: tuple[float, float]
-) -> str:
-    """Format as `464 (411 to 518)`; open sides end at the fewest and the most rows that were tried."""
-    smallest, largest = (f"{round(n):,}" for n in tried)
-    if side == "before":
-        return f"below {smallest}"
-    if value is None:
-        return f"at least {largest}"
-    start = f"below {smallest}" if low is None else f"{round(low):,}"
-    end = f"above {largest}" if high is None else f"{round(high):,}"
-    return f"{round(value):,} ({start} to {end})"

@@ -56,8 +56,9 @@ def _part(document: Document) -> ChapterPart:
         sections.insert(0, _model_section(document))
         bits = {name: model["bits_per_byte"]["value"] for name, model in document["models"].items()}
         first, *others = sorted(bits, key=lambda name: bits[name])
-        second = f", before {others[0]}" if others else ""
-        finding = f"{first} has the fewest bits per byte: {formats.number(bits[first])}{second}."
+        fewest = formats.number(bits[first])
+        second = f", {'like' if formats.number(bits[others[0]]) == fewest else 'before'} {others[0]}" if others else ""
+        finding = f"{first} has the fewest bits per byte: {fewest}{second}."
     if document["group_by"]:
         sections += [_group_section(document, name) for name in tokenizers]
     scripts: list[Block] = []

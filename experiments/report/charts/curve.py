@@ -14,6 +14,8 @@ from flatshift.experiments.results.analysis import (
     PANELS,
     AnalysedCurve,
     SweepAnalysis,
+    fit_name,
+    fitted_column,
     plottable_settings,
     sample_settings,
     undrawn_note,
@@ -46,9 +48,9 @@ def train_test_series(table: SweepTable, kind: str) -> list[Series]:
     return [line for line in lines if table.has(line.column)]
 
 
-def metric_unit(kind: str) -> str:
+def metric_unit(table: SweepTable, kind: str) -> str:
     """Return the unit of a metric for an axis."""
-    return {"error": "error (share wrong)", "loss": "loss (nats)"}.get(kind, find_metric(kind).title)
+    return {"error": "error (share wrong)", "loss": f"loss ({table.loss_unit})"}.get(kind, find_metric(kind).title)
 
 
 def curve_chart(
@@ -69,7 +71,7 @@ def curve_chart(
     """Draw means over seeds along `axis` with t-intervals and single runs; None if nothing was measured.
 
     title: the setting is added. analysed: its peak location is shaded, and its verdict goes above the chart. crossing:
-    a dashed line where the mean train error crosses epsilon. limits: of the y axis.
+    a dashed line where training rows count as fitted. limits: of the y axis.
     """
     curves = {line: curve for line in lines if (curve := table.curve(line.column, axis, setting))}
     measured = {v for curve in curves.values() for v, _ in curve}
@@ -89,7 +91,9 @@ def curve_chart(
             ax.axvline(at, color=colour("muted"), linewidth=1.3, linestyle=(0, (3, 2)), gid="threshold")
             place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "va": "top"}
             place |= {"xytext": (5 if left else -5, -2), "ha": "left" if left else "right"}
-            ax.annotate(f"train error = {epsilon:g}", (at, 1.0), color=colour("muted"), **place)
+            ax.annotate(
+                f"{formats.figure_name(fitted_column(table))} = {epsilon:g}", (at, 1.0), color=colour("muted"), **place
+            )
         ends = []
         for line, curve in curves.items():
             points = [(scale.at[v], p) for v, p in curve if v in scale.at]
@@ -112,7 +116,10 @@ def curve_chart(
         ax.set_ylim(*(limits if limits is not None else y_limits(curves.values(), zero="error" in unit)))
         label_ends(ax, ends, height=canvas.height - 74)
         counts = [p.n for curve in curves.values() for _, p in curve]
-        caption = _caption(axis, min(counts), max(counts), threshold, epsilon)
+        caption = _caption(min(counts), max(counts))
+        if threshold is not None:
+            where = f"where the mean {fit_name(table)} crosses {epsilon:g}"
+            caption += f" Dashed: {axis} = {formats.number(threshold)}, {where}."
         caption += " Shaded: where the peak test puts the peak." if shaded else ""
         kind, evidence = (analysed.verdict.kind, analysed.evidence) if analysed is not None else ("", ())
         title = formats.title_at(title, setting)
@@ -165,15 +172,11 @@ def _shade_peak(ax: Axes, analysed: AnalysedCurve, scale: AxisScale) -> bool:
     return True
 
 
-def _caption(axis: str, minimum: int, maximum: int, threshold: float | None, epsilon: float) -> str:
+def _caption(minimum: int, maximum: int) -> str:
     if maximum < 2:
-        caption = "One seed: no interval can be given."
-    else:
-        runs = f"{maximum}" if minimum == maximum else f"{minimum} to {maximum}"
-        caption = f"Lines: means over {runs} seeds; bands: 95 % t-intervals, pointwise; small dots: single runs."
-    if threshold is not None:
-        caption += f" Dashed: {axis} = {formats.number(threshold)}, where the mean train error crosses {epsilon:g}."
-    return caption
+        return "One seed: no interval can be given."
+    runs = f"{maximum}" if minimum == maximum else f"{minimum} to {maximum}"
+    return f"Lines: means over {runs} seeds; bands: 95 % t-intervals, pointwise; small dots: single runs."
 
 
 _Capacity = tuple[str, str, str]
@@ -189,11 +192,7 @@ _CAPACITIES: tuple[_Capacity, ...] = (
         "participation ratio of sBA (directions)",
         "Participation ratio: (Σs²)²/Σs⁴ of the singular values of sBA, mean over the adapted layers.",
     ),
-    (
-        "stable_rank",
-        "stable rank of sBA (directions)",
-        "Stable rank: ‖sBA‖_F²/‖sBA‖₂², mean over the adapted layers.",
-    ),
+    ("stable_rank", "stable rank of sBA (directions)", "Stable rank: ‖sBA‖_F²/‖sBA‖₂², mean over the adapted layers."),
 )
 
 
@@ -241,7 +240,7 @@ def _metric_over_capacity_chart(
     sizes = [p.value for p in across.values()]
     log = min(sizes) > 0 and max(sizes) / min(sizes) >= 8
     with Canvas(540, 320) as canvas:
-        ax = canvas.axes(y=metric_unit(kind), x=measure + (" (log scale)" if log else ""), right=104)
+        ax = canvas.axes(y=metric_unit(data, kind), x=measure + (" (log scale)" if log else ""), right=104)
         if log:
             _set_log_axis(ax, min(sizes) / 1.25, max(sizes) * 1.25)
         ends = []
@@ -268,8 +267,8 @@ def _metric_over_capacity_chart(
             f"t-intervals over seeds, both ways. {definition}"
         )
         name = f"sweep-capacity-{column.replace('_', '-')}-{number}"
-        title = formats.title_at(f"{kind.capitalize()} over {measure.partition(' (')[0]}", setting)
-        return canvas.chart(name, title=title, caption=caption)
+        title = f"{formats.capitalise(find_metric(kind).title)} over {measure.partition(' (')[0]}"
+        return canvas.chart(name, title=formats.title_at(title, setting), caption=caption)
 
 
 def _set_log_axis(ax: Axes, low: float, high: float) -> None:

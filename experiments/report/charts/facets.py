@@ -87,7 +87,7 @@ def facet_chart(
             right = left + panel_width
             canvas.text(left, bottom + row_height - 28, heading, size=10.5, weight="bold")
             xs = {v: left + panel_width * (0.03 + 0.94 * (at - low) / (high - low)) for v, at in scale.at.items()}
-            placed = y_axis.at(bottom, row_height - 38)
+            placed = replace(y_axis, bottom=bottom, height=row_height - 38)
             for line in lines:
                 sheet.add_line(line, xs, placed)
             for value in placed.ticks:
@@ -119,9 +119,6 @@ class _YAxis:
     ticks: Sequence[float]
     bottom: float = 0.0
     height: float = 1.0
-
-    def at(self, bottom: float, height: float) -> _YAxis:
-        return replace(self, bottom=bottom, height=height)
 
     def y(self, value: float) -> float:
         """Return the position of a value in px, clipped to the panel."""
@@ -226,7 +223,8 @@ class AxisScale:
 
     def ticks(self, width: float) -> list[Any]:
         """Return the values to print along `width` px: all if they fit, else powers of a base, else every k-th."""
-        powers = [[v for v in self.values if _is_power(v, base)] for base in _BASES] if self.log else []
+        logs = {v: math.log(v) for v in self.values} if self.log else {}
+        powers = [[v for v in logs if abs(math.remainder(logs[v], math.log(base))) < 1e-9] for base in _BASES]
         spaced = [list(self.values[::k]) for k in range(2, max(len(self.values), 3))]
         choices = [list(self.values), *(values for values in powers if len(values) > 2), *spaced]
         return next((values for values in choices if self._fit(values, width)), list(self.values[:1]))
@@ -255,11 +253,6 @@ def axis_scale(axis: str, values: Sequence[Any]) -> AxisScale:
     return AxisScale(axis, tuple(values), at, log=False)
 
 
-def _is_power(value: float, base: int) -> bool:
-    power = math.log(value) / math.log(base)
-    return abs(power - round(power)) < 1e-9
-
-
 _PANELS = 12
 _FIGURES = 2
 _KINDS = ("orange", "blue", "green", "purple", "amber")
@@ -280,10 +273,10 @@ def _recorded_quantities(trace: SweepTable, stability: float) -> list[Quantity]:
     """Return the recorded quantities. stability: threshold of the sharpness, for the caption."""
     error, loss = (next((s for s in ("test", "dev") if trace.has(f"{s}.{k}")), "test") for k in ("error", "loss"))
     known = [
-        Quantity("train.loss", "training loss (nats)", "Training loss along the steps"),
+        Quantity("train.loss", f"training loss ({trace.loss_unit})", "Training loss along the steps"),
         Quantity("train.error", "train error (share wrong)", "Train error along the steps"),
         Quantity(f"{error}.error", f"{error} error (share wrong)", f"{error.capitalize()} error along the steps"),
-        Quantity(f"{loss}.loss", f"{loss} loss (nats)", f"{loss.capitalize()} loss along the steps"),
+        Quantity(f"{loss}.loss", f"{loss} loss ({trace.loss_unit})", f"{loss.capitalize()} loss along the steps"),
         Quantity(
             GRADIENT,
             "gradient norm",

@@ -10,6 +10,7 @@ import numpy as np
 
 from flatshift.experiments.report import formats
 from flatshift.experiments.report.figure import Canvas, Chart, colour
+from flatshift.experiments.results.analysis import fitted_column
 from flatshift.experiments.results.table import Setting, SweepTable
 
 if TYPE_CHECKING:
@@ -17,20 +18,15 @@ if TYPE_CHECKING:
 
 _LEVELS = 12
 """Shades of a map; each is one path, so that a large map stays a small file."""
+_LONGEST = 29
+"""Characters of a label, so that labels take at most 45 % of the width."""
 
 
 def heat_maps(
-    table: SweepTable,
-    x: str,
-    y: str,
-    setting: Setting,
-    columns: Sequence[str],
-    *,
-    name: str,
-    epsilon: float,
+    table: SweepTable, x: str, y: str, setting: Setting, columns: Sequence[str], *, name: str, epsilon: float
 ) -> list[Chart]:
-    """Draw the mean of each metric over the values of two axes, one map each, all with one colour scale. The contour of
-    train error = ε is drawn on every map if the train error is on both sides of it."""
+    """Draw the mean of each metric over the values of two axes, one map each, all with one colour scale. The contour
+    where training rows count as fitted is drawn on every map if they are on both sides of ε."""
     start = 1 if x == "step" and 0 in table.values(x) else 0  # step 0, before any training
     values = (table.values(x)[start:], table.values(y))
     grids = {column: table.grid(column, x, y, setting)[:, start:] for column in columns if table.has(column)}
@@ -39,9 +35,10 @@ def heat_maps(
         return []
     finite = np.concatenate([grid[np.isfinite(grid)] for grid in grids.values()])
     limits = float(finite.min()), float(finite.max())
-    fitted = table.grid("train.error", x, y, setting)[:, start:] if table.has("train.error") else None
+    fit = fitted_column(table)
+    fitted = table.grid(fit, x, y, setting)[:, start:] if table.has(fit) else None
     wide, high = map(len, values)
-    x_labels, y_labels = ([formats.axis_value(value) for value in each] for each in values)
+    x_labels, y_labels = (formats.shorten_labels([*map(formats.axis_value, each)], _LONGEST) for each in values)
     left, right = 30 + 7.2 * max(map(len, y_labels)), 74
     x_title, y_title = formats.axis_name(x), formats.axis_name(y)
     written = wide <= 9 and high <= 12
@@ -68,9 +65,9 @@ def heat_maps(
             caption = f"Mean {formats.figure_name(column)} over seeds; stronger colour is higher"
             caption += "; the frame marks the lowest mean." if written and "train" not in column else "."
             if contour:
-                caption += f" Line: train error = {epsilon:g}, between the means of neighbouring cells."
+                caption += f" Line: {formats.figure_name(fit)} = {epsilon:g}, between the means of neighbouring cells."
             caption += " Empty: no finished cell." if np.isnan(grid).any() else ""
-            title = f"{formats.figure_name(column).capitalize()} over {x_title} and {y_title}"
+            title = f"{formats.capitalise(formats.figure_name(column))} over {x_title} and {y_title}"
             chart = f"{name}-{column.replace('.', '-')}"
             charts.append(canvas.chart(chart, title=formats.title_at(title, setting), caption=caption))
     return charts

@@ -25,8 +25,6 @@ def score_histogram(selection: SelectionResults) -> Chart | None:
     edges = np.linspace(low, high, 73)
     counts, _ = np.histogram(np.clip(score, low, high), edges)
     chosen_counts, _ = np.histogram(np.clip(score[chosen], low, high), edges)
-    method = selection.about.get("method", "")
-    method = method.get("kind", "") if isinstance(method, dict) else str(method)
     # As tall as the chart of the domains next to it.
     with Canvas(540, max(300, _domain_chart_height(selection))) as canvas:
         ax = canvas.axes(y="records, logarithmic", x="score (smaller is better)", left=52)
@@ -47,7 +45,7 @@ def score_histogram(selection: SelectionResults) -> Chart | None:
             text = f"{int(chosen.sum()):,} chosen"
             ax.annotate(text, (threshold, 1.0), fontweight="bold", color=colour("blue"), **place)
         caption = f"{len(score):,} records of the pool in grey, the chosen ones in blue."
-        if method == "gotd" and low < 0 < high:
+        if selection.about.get("method") == "gotd" and low < 0 < high:
             caption += " Below zero, more mass on a record lowers the transport cost."
         caption += f" {beyond:,} scores beyond the edges stand in the outer bars." if beyond else ""
         return canvas.chart("selection-scores", title="Scores and the budget", caption=caption)
@@ -114,8 +112,7 @@ def projection_map(selection: SelectionResults) -> Chart | None:
             draw_dots(ax, groups[kind], token=token, size=size, alpha=alpha, gid=kind)
         ax.autoscale_view()
         ax.margins(0.03)
-        ax.set_xticks([])
-        ax.set_yticks([])
+        ax.set(xticks=[], yticks=[])
         shares = points.get("explained")
         notes = [f" ({formats.percent(s)} of the variance)" for s in shares] if isinstance(shares, list) else ["", ""]
         canvas.text(WIDE - 6, 14, f"principal axis 1{notes[0]} →", colour="muted", ha="right")
@@ -155,11 +152,10 @@ def distance_chart(checks: dict[str, Any]) -> Chart:
             y="change of the transport distance, %", x="share λ of the selection in the mixture", right=168
         )
         ax.axhline(0, color=colour("ink"), linewidth=1)
-        ends: list[tuple[float, float, str, str]] = []
         drawn = [0.0]
         promised = [100 * reading["predicted"] / distance for reading in checks["fitted"]["selection"]]
         ax.plot([0, *shares], [0, *promised], color=colour("muted"), linewidth=1.6, linestyle=(0, (4, 3)))
-        ends.append((1.0, promised[-1], "promised", "muted"))
+        ends = [(1.0, promised[-1], "promised", "muted")]
         for arm, readings in checks["fitted"].items():
             token = _COLOURS.get(arm, "green")
             if held_out:

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 SPLIT_COLOUR = {"train": "blue", "dev": "green", "test": "orange"}
 _STEPS_TITLE = "optimizer steps of the stage"
 _KNOWN = {"stage", "attempt", "step", "split", "loss", "tokens", "lr", "time_s", "time", "epoch"}
-
-
 _COUNTERS = {
     "lr": "learning rate",
     "grad_norm": "gradient norm",

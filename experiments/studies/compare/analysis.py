@@ -153,8 +153,8 @@ def _margin_over(floor: float, plan: ComparisonPlan, outcome: ComparisonResults,
     items = finals[0].get("items")
     n = len(items) if isinstance(items, str) else plan.study.tasks[task].test
     spread = float(np.var(accuracies, ddof=1)) / len(accuracies) if len(accuracies) > 1 else 0.0
-    error = math.sqrt(spread + mean * (1 - mean) / n)
-    return min((mean - floor) / error if error else (math.inf if mean > floor else 0.0), 1e6)
+    share = (mean * n + 0.5) / (n + 1)  # all rows right is no proof that none can be wrong
+    return (mean - floor) / math.sqrt(spread + share * (1 - share) / n)
 
 
 def _mean_or_none(values: Sequence[float | None]) -> float | None:
@@ -269,7 +269,7 @@ def describe_protocol(study: Comparison) -> list[str]:
     """Return the protocol as sentences for the page and the results file, in order."""
     confirmatory = [name for name, method in study.methods.items() if method.confirmatory and name != study.baseline]
     endpoint, tasks, criterion, floor, diverged = _metric_wording(study.metric)
-    finalists = "."
+    finalists, exploratory = ".", min(study.exploratory_seeds, study.seeds)
     if further := study.tuning_seeds[1:]:
         finalists = (
             f"; the best {study.finalists} of each method and task run again under {', '.join(map(str, further))}, and "
@@ -288,7 +288,7 @@ def describe_protocol(study: Comparison) -> list[str]:
         "step's adapter is taken.",
         "A seed fixes the labelled subset, the order, the adapter's initialisation (where methods share it) and "
         "dropout for all methods.",
-        f"{study.seeds} seeds: {', '.join([study.baseline, *confirmatory])}. {study.exploratory_seeds} seeds: the "
+        f"{study.seeds} seeds: {', '.join([study.baseline, *confirmatory])}. {exploratory} seeds: the "
         "others, exploratory, compared with the baseline on the same seeds.",
         "p-values are Holm-corrected over all methods together. The detectable effect is (t.975 + t.80)·s_d/√S.",
         f"A task is informative if the accuracy of the tuned {study.baseline} exceeds the majority baseline by three "

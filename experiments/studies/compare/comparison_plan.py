@@ -61,11 +61,6 @@ class ComparisonRun:
     steps: int
     cell: Cell
 
-    @property
-    def evaluation_rows(self) -> EvaluationRows:
-        """Rows it is evaluated on: trials never see test rows."""
-        return "validation" if self.kind == "trial" else "test"
-
 
 class ComparisonPlan:
     """Cells of one comparison; all input errors are found here, before any runs."""
@@ -150,8 +145,6 @@ class ComparisonPlan:
                     raise UserError(f"methods {other!r} and {method!r} are the same on task {task!r}; leave one out")
         for (method, task), recipe in self._recipes.items():
             try:
-                if recipe.mesh.size > 1 or recipe.mesh.auto:
-                    raise UserError("mesh: a study's cell trains on one device; leave every axis at 1 and auto off")
                 check_rules(recipe, CELL_RULES)
                 check_recipe(recipe)
                 check_metric(self.study.metric, recipe.task, "comparison.metric")
@@ -187,7 +180,7 @@ class ComparisonPlan:
         resolved = self._resolved(method, task, setting, changes)
         recipe, study, own = resolved.recipe, self.study, self.study.tasks[task]
         sharpness = study.sharpness_sigma if kind == "final" and seed < study.sharpness_seeds else None
-        evaluated: EvaluationRows = "validation" if kind == "trial" else "test"
+        evaluated: EvaluationRows = "validation" if kind == "trial" else "test"  # trials never see test rows
         rows = (own.train, own.validation, own.test, own.test_split)
         # of files that it reads besides its task's rows; usually none
         digests: list[Any] = [*backbone_digests(recipe.backbone), *settings_digests(recipe)]
@@ -371,9 +364,10 @@ def _correct_answers(recipe: Recipe, engine: Engine, tokenizer: Any, rows: Seque
 
 def _measure_sharpness(
     recipe: Recipe, engine: Engine, tokenizer: Any, prepared: PreparedData, *, sigma: float
-) -> float:
-    """Return the mean rise of the loss (nats per target token or example) over antithetic pairs of noise. The noise is
-    in the full weight space: the same training rows and raw draws for every method with one seed."""
+) -> float | None:
+    """Return the mean rise of the loss (nats per target token or example) over antithetic pairs of noise; None if it is
+    not finite. The noise is in the full weight space: the same training rows and raw draws for every method with one
+    seed."""
     from flatshift.finetune.compute.loss import add_reference, batch_loss
     from flatshift.finetune.compute.numerics import evaluation_mode
     from flatshift.finetune.compute.precision import autocast
@@ -399,4 +393,4 @@ def _measure_sharpness(
     with evaluation_mode(engine.model):
         options: dict[str, Any] = {"base": objective.value(), "draws": _PAIRS, "seed": seed, "confidence": 0.95}
         (estimate,) = expected_rise(FullSpace(engine.model), objective, [sigma], **options)
-    return float(estimate.value)
+    return estimate.as_dict()["value"]

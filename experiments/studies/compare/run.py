@@ -68,7 +68,7 @@ def run_result(batches: CellBatches, run: ComparisonRun) -> Result:
     """Return the outcome of a run: metrics on the evaluation rows together with those of `ComparisonProbe`."""
     result = batches.result(run.cell)
     metadata = {"kind": run.kind, "method": run.method, "task": run.task, "seed": run.seed, "steps": run.steps}
-    metadata |= {"setting": run.setting.overrides(), "evaluation_rows": run.evaluation_rows}
+    metadata["setting"] = run.setting.overrides()
     metrics = {name: figure["value"] for name, figure in result["metrics"].get("test", {}).items()}
     outcome = {"status": result["status"], "reason": result["reason"], "metrics": metrics}
     unmeasured = {"items": None, "sharpness": None, "step_cpu_s": None, "cpu_s": 0.0}
@@ -201,7 +201,6 @@ def compare(
     many as a cluster has room for. execution: where cells run; None: here. page: draws report.html of the
     document. Raises UserError for bad input, before any cell runs; Interrupted when stopped: the same call resumes.
     """
-
     processes, execution = 2 if jobs is None else jobs, execution or ExecutorOptions()
     parse_executor(execution)
 

@@ -85,15 +85,12 @@ def next_trial(scores: Mapping[TrialSetting, TrialScore]) -> TrialSetting:
     elif best.lr == rates[-1]:
         rate = rates[-1] * rates[-1] / rates[-2]
     else:
-
-        def rank(lr: float) -> tuple[float, float]:
-            score = scores[TrialSetting(lr, knobs)]
-            return (-score.value, score.loss)
-
         index = rates.index(best.lr)
-        rate = math.sqrt(best.lr * min((rates[index - 1], rates[index + 1]), key=rank))
-    # Three digits: a rate is readable and identifies the same cell on every machine.
-    return TrialSetting(float(f"{rate:.3g}"), knobs)
+        near = {rate: scores[TrialSetting(rate, knobs)] for rate in (rates[index - 1], rates[index + 1])}
+        rate = math.sqrt(best.lr * min(near, key=lambda rate: (-near[rate].value, near[rate].loss)))
+    # Three digits, or as many as a new rate needs: it is readable and identifies the same cell on every machine.
+    rounded = (float(f"{rate:.{digits}g}") for digits in range(3, 18))
+    return TrialSetting(next((new for new in rounded if new not in rates), rate), knobs)
 
 
 def _tried_rates(tried: Collection[TrialSetting], knobs: Sequence[tuple[str, Any]]) -> list[float]:

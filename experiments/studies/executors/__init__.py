@@ -7,8 +7,10 @@ those of a run on this machine, whichever executor ran it.
 from __future__ import annotations
 
 import abc
+import contextlib
 import os
 import socket
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +84,7 @@ def predict_memory(cell: Cell) -> int | None:
     """Return the most memory that a cell's process takes on a CPU, as `flatshift plan` predicts it; None without a
     calibration of this machine, and for a backbone whose sizes are unknown."""
     from flatshift.finetune.planner.calibration import cached_overhead
-    from flatshift.finetune.planner.footprint import predict_footprint
+    from flatshift.finetune.planner.footprint import recipe_footprint
     from flatshift.finetune.planner.sizes import read_sizes
 
     recipe, overhead = cell.resolved.recipe, cached_overhead()
@@ -92,24 +94,19 @@ def predict_memory(cell: Cell) -> int | None:
         sizes = read_sizes(recipe.backbone, recipe.adapter).under(recipe.task)
     except UserError:
         return None
-    needs = predict_footprint(
-        sizes,
-        mesh=recipe.mesh,
-        adapter=recipe.adapter,
-        train=recipe.train,
-        device="cpu",
-        regularizer=recipe.regularizer,
-    )
-    return round(overhead.interval(needs.total)[1])
+    return round(overhead.interval(recipe_footprint(sizes, recipe, recipe.train, device="cpu").total)[1])
 
 
-class Executor(abc.ABC):
+class Executor(contextlib.AbstractContextManager["Executor"]):
     """Place where the cells of one study run. retries: times that a cell is run again whose worker died."""
 
     retries: int = 1
     out: Path
     run: RunCell
     rerun: Collection[str] = ()
+
+    def __init__(self) -> None:
+        self._waiting: deque[Cell] = deque()
 
     @property
     @abc.abstractmethod
@@ -126,9 +123,9 @@ class Executor(abc.ABC):
         remove_leftovers(out / "cells")
         self.out, self.run, self.rerun = out, run, rerun
 
-    @abc.abstractmethod
     def submit(self, cell: Cell) -> None:
         """Queue a cell."""
+        self._waiting.append(cell)
 
     @abc.abstractmethod
     def poll(self) -> list[CellUpdate]:
@@ -146,18 +143,15 @@ class Executor(abc.ABC):
         """Return the result of a cell that ended; None if it left none."""
         return read_result(self.out / "cells" / cell.key)
 
-    def announce(self, last: Callable[[], int]) -> None:  # noqa: B027
+    def announce(self, last: Callable[[], int]) -> None:
         """Give the last step of the study, which a cluster can run without this command."""
 
     def finish(self, last: Callable[[], int]) -> int:
         """Run the last step once all cells have their results, and return its exit code."""
         return last()
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Leave the cluster."""
-
-    def __enter__(self) -> Executor:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -11,7 +11,6 @@ import shutil
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -101,7 +100,7 @@ class LocalExecutor(Executor):
         self, jobs: int = 1, devices: Sequence[str] = (), *, own_threads: int | None = None, retries: int = 1
     ) -> None:
         self.jobs, self.devices, self.own_threads, self.retries = jobs, tuple(devices), own_threads, retries
-        self._waiting: deque[Cell] = deque()
+        super().__init__()
         self._workers: dict[int, _Worker] = {}
         self._updates: list[CellUpdate] = []
         self._failed_starts = 0
@@ -129,9 +128,6 @@ class LocalExecutor(Executor):
         super().open(out, cells, run, rerun)
         self._own_process = self.jobs == 1 and not uses_cuda(self.devices, cells)
         self._failed_starts = 0
-
-    def submit(self, cell: Cell) -> None:
-        self._waiting.append(cell)
 
     def poll(self) -> list[CellUpdate]:
         if self._own_process:

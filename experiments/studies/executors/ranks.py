@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import shlex
 import signal
 import socket
@@ -153,12 +154,13 @@ def check_same_run(out: Path, resolved: Resolved) -> None:
     if not (out / RECIPE).is_file():
         check_replaceable(out, resumable=True)
         return
-    before, now = (
-        flatten_settings(dataclasses.asdict(recipe)) for recipe in (resume_recipe(out).recipe, resolved.recipe)
-    )
+    run = resume_recipe(out)
+    before, now = (flatten_settings(dataclasses.asdict(recipe)) for recipe in (run.recipe, resolved.recipe))
     decided = {"extends", "task.pack", "task.template"}  # at the start of the run
-    if resolved.recipe.train.epochs is not None:
-        decided |= {"train.steps", "train.epochs"}
+    if (epochs := resolved.recipe.train.epochs) is not None:
+        decided.add("train.steps")
+        counted = re.match(r"train\.epochs (\S+) of ", run.origins.get("train.steps", ""))
+        before["train.epochs"], now["train.epochs"] = counted and counted[1], f"{epochs:g}"
     for key, value in now.items():
         is_free = key in decided or key.startswith("mesh.") or value == "auto"
         if not is_free and before.get(key) != value:
@@ -555,27 +557,22 @@ class SlurmRanks:
         job, resources = self._job, self._job.resources
         share = job.size // (job.nodes or 1)
         exports = [f"export {name}={resources.cpus}" for name in THREAD_VARIABLES]
-        parameters: dict[str, Any] = {
-            "name": "flatshift-train",
-            "timeout_min": self._minutes,
-            "nodes": job.nodes or 1,
-            "tasks_per_node": share,
-            "cpus_per_task": resources.cpus,
-            "slurm_signal_delay_s": min(_SAVE_S, 15 * self._minutes),
-            "slurm_setup": exports,
-            "slurm_srun_args": ["--kill-on-bad-exit=0"],  # rank 0 must live to put the job back into the queue
-        }
-        if gpus := resources.count_gpus(job.cell):
-            parameters["gpus_per_node"] = gpus * share
-        if (memory := resources.memory_bytes(job.cell)) is not None:
-            parameters["mem_gb"] = round(memory * share / 2**30, 3)
-        if self._partition is not None:
-            parameters["slurm_partition"] = self._partition
+        memory = resources.memory_bytes(job.cell)
         inputs = StudyInputs.of(job.cell)
         return slurm_jobs.submit_jobs(
             lambda executor: executor.submit(SlurmRank(job), inputs),
             self._submitit.AutoExecutor(self._folder, cluster=self._cluster, slurm_max_num_timeout=_UNLIMITED),
-            **parameters,
+            name="flatshift-train",
+            timeout_min=self._minutes,
+            nodes=job.nodes or 1,
+            tasks_per_node=share,
+            cpus_per_task=resources.cpus,
+            gpus_per_node=resources.count_gpus(job.cell) * share or None,
+            mem_gb=None if memory is None else round(memory * share / 2**30, 3),
+            slurm_partition=self._partition,
+            slurm_signal_delay_s=min(_SAVE_S, 15 * self._minutes),
+            slurm_setup=exports,
+            slurm_srun_args=["--kill-on-bad-exit=0"],  # rank 0 must live to put the job back into the queue
         )
 
     def _read_end(self, task: Any) -> RankEnd:

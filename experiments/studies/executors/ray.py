@@ -9,7 +9,6 @@ import contextlib
 import os
 import shutil
 import socket
-from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +78,7 @@ class RayExecutor(Executor):
     def __init__(self, address: str | None, resources: Resources, *, jobs: int | None = None, retries: int = 1) -> None:
         self.retries = retries
         self._resources, self._jobs = resources, jobs
-        self._waiting: deque[Cell] = deque()
+        super().__init__()
         self._tasks: dict[Any, Cell] = {}
         # Ray reads it once; by default it tries a task for ever that its memory monitor has killed.
         os.environ.setdefault("RAY_task_oom_retries", str(self.retries))
@@ -100,9 +99,6 @@ class RayExecutor(Executor):
         for needs in dict.fromkeys(tuple(self._resources.requests(cell).items()) for cell in cells):
             count_room(self._ray, dict(needs), "cell")
 
-    def submit(self, cell: Cell) -> None:
-        self._waiting.append(cell)
-
     def _start(self, cell: Cell) -> None:
         needs = self._resources.requests(cell)
         task = self._ray.remote(run_remote_cell).options(
@@ -113,10 +109,8 @@ class RayExecutor(Executor):
             max_retries=self.retries,
         )
         self.discard_result(cell)
-        inputs = StudyInputs.of(cell)
         payload = [self._ray.put((self.run, cell))]
-        reference = task.remote(vars(inputs), payload, self._resources.cpus)
-        self._tasks[reference] = cell
+        self._tasks[task.remote(vars(StudyInputs.of(cell)), payload, self._resources.cpus)] = cell
 
     def poll(self) -> list[CellUpdate]:
         while self._waiting and (self._jobs is None or len(self._tasks) < self._jobs):

@@ -15,6 +15,7 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
+from flatshift.experiments.results.cells import SLURM
 from flatshift.experiments.studies.cell import Cell
 from flatshift.experiments.studies.executors import (
     POLL_S,
@@ -30,8 +31,6 @@ from flatshift.finetune.atomic import make_directory, read_json_object, write_js
 from flatshift.finetune.errors import Interrupted, UserError
 from flatshift.finetune.launch.spawn import THREAD_VARIABLES
 
-FOLDER = "slurm"
-"""Folder of submitit's scripts and logs in a study's directory."""
 _JOBS = "jobs.json"
 _MOST_JOBS = 1000
 """Of one array: Slurm's default MaxArraySize is 1,001."""
@@ -80,14 +79,19 @@ def load_submitit(cluster: str) -> Any:
 
 
 def submit_jobs(submit: Callable[[Any], Any], executor: Any, **parameters: Any) -> Any:
-    """Return what `submit` does with submitit's `executor`. Raises UserError if Slurm refuses the jobs."""
+    """Return what `submit` does with submitit's `executor`. parameters: of the jobs; None: submitit's default. Raises
+    UserError if Slurm refuses the jobs."""
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-    executor.update_parameters(**parameters)
+    executor.update_parameters(**{name: value for name, value in parameters.items() if value is not None})
     try:
-        return submit(executor)
+        jobs = submit(executor)
     except (FailedJobError, FailedSubmissionError, OSError) as error:
         raise UserError(f"--on slurm: sbatch refused the jobs: {last_line(error)}") from error
+    for file in Path(executor.folder).glob(".submission_file_*.sh"):
+        if file.is_symlink():  # an absolute one, by which a copy of the study would lead out of itself
+            file.unlink()
+    return jobs
 
 
 class SlurmExecutor(Executor):
@@ -111,7 +115,7 @@ class SlurmExecutor(Executor):
         self.retries = retries
         self._resources, self._minutes, self._jobs, self._cluster = resources, minutes, jobs, cluster
         self._partition = partition
-        self._waiting: list[Cell] = []
+        super().__init__()
         self._running: dict[str, tuple[Cell, Any]] = {}
         self._last: Callable[[], int] | None = None
         self._last_job: Any = None
@@ -123,20 +127,17 @@ class SlurmExecutor(Executor):
     def open(self, out: Path, cells: Sequence[Cell], run: RunCell, rerun: Collection[str]) -> None:
         # No `await_orphans`: the jobs of a killed command go on.
         self.out, self.run, self.rerun = out, run, rerun
-        make_directory(out / FOLDER)
+        make_directory(out / SLURM)
         for cell in cells:
             self._resources.count_gpus(cell)
 
     def announce(self, last: Callable[[], int]) -> None:
         self._last = last
 
-    def submit(self, cell: Cell) -> None:
-        self._waiting.append(cell)
-
     def poll(self) -> list[CellUpdate]:
         if self._waiting:
-            self._start(self._waiting)
-            self._waiting = []
+            self._start(list(self._waiting))
+            self._waiting.clear()
         else:
             time.sleep(POLL_S)
         list((self.out / "cells").iterdir())  # so that a network file system shows new results
@@ -166,15 +167,15 @@ class SlurmExecutor(Executor):
         document = {key: job.job_id for key, (_, job) in self._running.items()}
         if self._last_job is not None:
             document[_LAST] = self._last_job.job_id
-        write_json(self.out / FOLDER / _JOBS, document)
+        write_json(self.out / SLURM / _JOBS, document)
 
     def _earlier_jobs(self) -> dict[str, Any]:
         """Return the jobs that a killed command submitted, by their cells."""
-        file = self.out / FOLDER / _JOBS
+        file = self.out / SLURM / _JOBS
         if self._cluster != "slurm" or self._running or not file.is_file():
             return {}
         document = read_json_object(file, fix="delete it")
-        return {key: self._submitit.SlurmJob(self.out.absolute() / FOLDER, job) for key, job in document.items()}
+        return {key: self._submitit.SlurmJob(self.out.absolute() / SLURM, job) for key, job in document.items()}
 
     def _continue_last(self, earlier: Any, *, replaces: bool) -> None:
         """Submit the study's last step, to begin after all running jobs, unless the `earlier` one of a killed command
@@ -198,32 +199,27 @@ class SlurmExecutor(Executor):
     def _parameters(self, cells: Sequence[Cell]) -> dict[str, Any]:
         memory = [needed for cell in cells if (needed := self._resources.memory_bytes(cell)) is not None]
         exports = [f"export {name}={self._resources.cpus}" for name in THREAD_VARIABLES]
-        parameters = {
+        return {
             "name": "flatshift-cells",
             "timeout_min": self._minutes,
             "cpus_per_task": self._resources.cpus,
+            "slurm_array_parallelism": self._jobs or len(cells),  # submitit's default is 256
             "slurm_signal_delay_s": _SIGNAL_S,
             "slurm_setup": exports,
             "local_setup": exports,
+            "gpus_per_node": max(self._resources.count_gpus(cell) for cell in cells) or None,
+            "mem_gb": round(max(memory) / 2**30, 3) if memory else None,
         }
-        if gpus := max(self._resources.count_gpus(cell) for cell in cells):
-            parameters["gpus_per_node"] = gpus
-        if memory:
-            parameters["mem_gb"] = round(max(memory) / 2**30, 3)
-        if self._jobs is not None:
-            parameters["slurm_array_parallelism"] = self._jobs
-        return parameters
 
     def _submit(self, submit: Callable[[Any], Any], **parameters: Any) -> Any:
-        folder = self.out.absolute() / FOLDER
+        folder = self.out.absolute() / SLURM
         executor = self._submitit.AutoExecutor(folder, cluster=self._cluster, slurm_max_num_timeout=self.retries)
-        if self._partition is not None:
-            parameters["slurm_partition"] = self._partition
-        return submit_jobs(submit, executor, **parameters)
+        return submit_jobs(submit, executor, slurm_partition=self._partition, **parameters)
 
     def _receive(self, cell: Cell, job: Any) -> CellUpdate:
         if self.collect(cell) is not None:
             return CellUpdate(cell, "ended")
+        name = f"job {job.job_id}"
         try:
             problem = job.result()
         except self._submitit.core.utils.UncompletedJobError as error:
@@ -231,12 +227,10 @@ class SlurmExecutor(Executor):
             text = str(error)
             if "timed-out too many times" in text:
                 ending = f"passed the limit of {self._minutes} minutes"
-                return CellUpdate(
-                    cell, "lost", f"job {job.job_id}", ending, self.retries + 1, "give it a longer --time"
-                )
+                return CellUpdate(cell, "lost", name, ending, self.retries + 1, "give it a longer --time")
             if "the disk is full" in text:
                 raise Interrupted(last_line(error)) from error
-            return CellUpdate(cell, "lost", f"job {job.job_id}", f"ended in state {job.state}")
+            return CellUpdate(cell, "lost", name, f"ended in state {job.state}")
         if problem is not None:
             raise UserError(problem)
         return CellUpdate(cell, "ended")
@@ -264,11 +258,12 @@ class SlurmExecutor(Executor):
         jobs = {job.job_id: job for _, job in self._running.values()}
         if self._cluster == "slurm":  # an array as a whole
             names = dict.fromkeys(name.partition("_")[0] for name in jobs)
-            jobs = {name: self._submitit.SlurmJob(self.out.absolute() / FOLDER, name) for name in names}
+            jobs = {name: self._submitit.SlurmJob(self.out.absolute() / SLURM, name) for name in names}
         for job in jobs.values():
             with contextlib.suppress(OSError):
                 job.cancel(check=False)
-        self._waiting, self._running = [], {}
+        self._waiting.clear()
+        self._running = {}
 
 
 def is_pending(job: Any) -> bool:

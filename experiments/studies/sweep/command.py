@@ -56,6 +56,7 @@ def sweep(
     unknown key, a wrong value, an empty grid, or a foreign or locked directory, before any cell runs; Interrupted when
     stopped or when the disk is full.
     """
+    _check_sweep_keys(overrides, options)
     request = _parse_request(SweepBase.of(recipe, overrides), options)
     local = _local_executor(options, request)
     part = None if options.part is None else directory.SweepPart.parse(options.part)
@@ -66,7 +67,7 @@ def sweep(
     request.check_size(MAX_CELLS if options.max_cells is None else options.max_cells)
     console = Console(quiet=quiet)
     with open_executor(options, local, jobs=options.jobs) as executor, exclusive_lock(out):
-        request, cells = _plan_cells(out, request, console, part)
+        request, cells = _plan_cells(out, request, console, part, options.merge)
         directory.claim_directory(out, request.document(cells), request.base.resolved)
         searched: dict[str, None] = {}
 
@@ -105,14 +106,15 @@ def sweep(
 
 
 def _plan_cells(
-    out: Path, request: _SweepRequest, console: Console, part: directory.SweepPart | None
+    out: Path, request: _SweepRequest, console: Console, part: directory.SweepPart | None, sources: Sequence[Path]
 ) -> tuple[_SweepRequest, list[Cell]]:
-    """Return the requested sweep with its precision resolved, and its cells. Raises UserError for a foreign
-    directory."""
+    """Return the requested sweep with its precision resolved, that of `sources` to merge if there are any, and its
+    cells. Raises UserError for a foreign directory."""
     directory.check_directory(out)
     directory.check_finished(out)
     lines: list[str] = []
-    base = request.base.settled(earlier=out / RECIPE, log=lines.append).in_steps(log=lines.append)
+    earlier = directory.merged_recipe(sources, request.base.recipe.train, request.axes) if sources else out / RECIPE
+    base = request.base.settled(earlier=earlier, log=lines.append).in_steps(log=lines.append)
     request = replace(request, base=base)
     lines += describe_held_out_rows(base.resolved)
     cells = list(base.plan(request.axes, request.seeds, design=request.design, points=request.points))
@@ -145,18 +147,16 @@ def _local_executor(options: SweepOptions, request: _SweepRequest) -> LocalExecu
 
 
 def _check_exclusive_flags(options: SweepOptions) -> None:
-    if options.bisect is not None and (options.part or options.merge):
-        raise UserError("--bisect looks at each cell before it plans the next: it takes no --part and no --merge")
+    reasons = {
+        "until": "--until decided looks at whole curves as seeds come in; --{other} has none: leave one of them out",
+        "bisect": "--bisect looks at each cell before it plans the next: it takes no --part and no --merge",
+        "part": "--part runs cells and --merge only gathers them; give one of the two",
+    }
+    given = [flag for flag in (*reasons, "merge") if getattr(options, flag)]
+    if len(given) > 1:
+        raise UserError(reasons[given[0]].format(other=given[1]))
     if options.merge and options.on != "local":
         raise UserError(f"--merge trains nothing, so --on {options.on} has no meaning with it; leave it out")
-    if options.part and options.merge:
-        raise UserError("--part runs cells and --merge only gathers them; give one of the two")
-    others = {"--bisect": options.bisect is not None, "--part": options.part is not None, "--merge": options.merge}
-    other = next((flag for flag, value in others.items() if value), None)
-    if options.until is not None and other is not None:
-        raise UserError(
-            f"--until decided looks at whole curves as seeds come in; {other} has none: leave one of them out"
-        )
 
 
 def _run_until_decided(
@@ -244,6 +244,17 @@ def _could_record(request: _SweepRequest) -> bool:
     return True
 
 
+def _check_sweep_keys(overrides: Sequence[Branch], options: SweepOptions) -> None:
+    """Raise UserError for a key of the `sweep` block on the command line beside a flag that makes it void."""
+    blocks = [block for override in overrides if isinstance(block := override.children.get("sweep"), Branch)]
+    for key in ("grid", "design", "points"):
+        flags = ["grid", key, *(["design"] if key == "points" and options.design != "random" else [])]
+        flag = next((flag for flag in flags if getattr(options, flag) is not None), None)
+        if flag is not None and any(key in block.children for block in blocks):
+            instead = f", or write --{key}" if flag == "grid" != key else ""
+            raise UserError(f"--sweep.{key} has no effect beside --{flag}; leave it out{instead}")
+
+
 def _parse_request(base: SweepBase, options: SweepOptions) -> _SweepRequest:
     from flatshift.finetune.train.stage import check_metric
 
@@ -255,7 +266,9 @@ def _parse_request(base: SweepBase, options: SweepOptions) -> _SweepRequest:
         axes = parse_grid(options.grid)
     else:
         axes = {key: axis_values(key, values) for key, values in block.grid.items()}
-        design, points = design or block.design, points if points is not None else block.points
+        if points is None and design in (None, "random"):
+            points = block.points
+        design = design or block.design
     if options.epsilon is not None and bisection is None:
         raise UserError("--epsilon has a meaning with --bisect only")
     search = parse_bisection(bisection, options.epsilon, base.recipe) if bisection is not None else None

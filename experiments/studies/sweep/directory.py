@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flatshift.experiments.recipe import Resolved
+from flatshift.experiments.recipe.auto import BACKBONE, PRECISION, read_decided_precisions
 from flatshift.experiments.results.cells import (
     CELLS,
     CURVES,
@@ -21,6 +22,7 @@ from flatshift.experiments.results.cells import (
     FORMAT,
     MARKER,
     POINTS,
+    STUDY,
     flatshift_version,
     read_marker,
     source_digest,
@@ -28,13 +30,8 @@ from flatshift.experiments.results.cells import (
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies.cell import Cell
 from flatshift.experiments.studies.directory import WORKERS, read_results
-from flatshift.finetune.atomic import (
-    atomic_directory,
-    has_only_leftovers,
-    make_directory,
-    remove_leftovers,
-    write_json,
-)
+from flatshift.finetune.atomic import atomic_directory, has_only_leftovers, make_directory, remove_leftovers, write_json
+from flatshift.finetune.config import Train
 from flatshift.finetune.digests import DONE, check_entries, check_files
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.lock import INSIDE
@@ -48,7 +45,7 @@ def check_directory(out: Path) -> None:
     if (out / MARKER).is_file():
         read_marker(out)
         return
-    marker_lost = (out / "cells").is_dir() and (out / WORKERS).exists()
+    marker_lost = (out / "cells").is_dir() and (out / WORKERS).exists() and not (out / STUDY).exists()
     if out.exists() and not marker_lost and not has_only_leftovers(out, allowed=(INSIDE, WORKERS)):
         raise UserError(f"{out} is not empty and is not a sweep directory; name another --out")
 
@@ -130,6 +127,21 @@ def check_parts(sources: Sequence[Path]) -> None:
         read_marker(source)
         if (source / DONE).is_file():
             check_finished(source, unchecked=(CELLS,))
+
+
+def merged_recipe(sources: Sequence[Path], planned: Train, axes: Collection[str]) -> Path:
+    """Return the resolved recipe by which a merge resolves `auto`, the first source's. Raises UserError for sources
+    that resolved a precision differently, unless it is an axis."""
+    trains = {source: read_decided_precisions(source / RECIPE)[0] for source in sources}
+    for name in (PRECISION, BACKBONE):
+        decided = {getattr(train, name): source for source, train in trains.items() if train is not None}
+        if len(decided) > 1 and getattr(planned, name) == "auto" and f"train.{name}" not in axes:
+            (value, first), (other, second) = list(decided.items())[:2]
+            raise UserError(
+                f"--merge: train.{name} was resolved to {value} in {first} and to {other} in {second}; run the parts "
+                f"of one of them again, all with --train.{name} written"
+            )
+    return sources[0] / RECIPE
 
 
 def merge_parts(out: Path, cells: Sequence[Cell], sources: Sequence[Path], console: Console) -> None:

@@ -14,7 +14,7 @@ from flatshift.experiments.recipe.auto import resolve_auto_tree
 from flatshift.experiments.recipe.resolve import apply_overrides, get_dotted, recipe_tree, resolve_tree
 from flatshift.experiments.recipe.rules import CELL_RULES, check_recipe, check_rules
 from flatshift.experiments.recipe.schema import Recipe
-from flatshift.experiments.recipe.tree import Branch, Leaf, Tree, kinds_first, parse
+from flatshift.experiments.recipe.tree import Branch, Leaf, Tree, kinds_first
 from flatshift.experiments.studies.cell import Cell, make_cell, point_label
 from flatshift.experiments.studies.sweep.axes import Axes, Design, ValueRange, Values, generate_points
 from flatshift.finetune.errors import UserError
@@ -173,13 +173,15 @@ def _field_names(cls: type) -> set[str]:
 
 
 def _table_value(value: Any, written: Any) -> Any:
-    """Return a value for a table; a component (`regularizer=plain,ggpo`) as its kind with its written settings.
-    written: in the grid; `{kind: ggpo, beta: 0}` becomes `ggpo beta=0`."""
-    if not (dataclasses.is_dataclass(value) and hasattr(value, "kind")):
+    """Return a value for a table; a component (`regularizer=plain,ggpo`) as its kind with its written settings, another
+    block (`warmup={own: 1},null`) as written. written: in the grid; `{kind: ggpo, beta: 0}` becomes `ggpo beta=0`."""
+    if not isinstance(value, Mapping) and not dataclasses.is_dataclass(value):
         return value
-    tree = parse(written, "--grid") if isinstance(written, str) else None
+    tree = from_override("value", written).children["value"]
+    if (kind := getattr(value, "kind", None)) is None:
+        return _format_tree(tree)
     settings = tree.children.items() if isinstance(tree, Branch) else ()
-    return " ".join([str(value.kind), *(f"{key}={_format_tree(child)}" for key, child in settings if key != "kind")])
+    return " ".join([str(kind), *(f"{key}={_format_tree(child)}" for key, child in settings if key != "kind")])
 
 
 def _format_tree(tree: Tree) -> str:

@@ -65,7 +65,7 @@ def read_conversation(row: Row, *, system: str | None = None) -> Conversation:
     answers = tuple(i for i, turn in enumerate(messages) if turn["role"] == "assistant" and _is_trainable(turn, i + 1))
     if not answers:
         raise ValueError("no turn of the assistant is there to learn from")
-    definitions = _parse_list(tools, "tools") if tools else []
+    definitions = _parse_list(tools, "tools") if tools and tools != "null" else []
     if not all(isinstance(tool, dict) and isinstance(tool.get("function", tool), dict) for tool in definitions):
         raise ValueError("tools must be a list of objects, each the JSON schema of a function")
     _check_text(messages, definitions)
@@ -123,7 +123,7 @@ def _describe_type(value: Any) -> str:
 def _parse_turn(turn: Any, number: int) -> dict[str, Any]:
     if not isinstance(turn, dict):
         raise ValueError(f"turn {number} is {_describe_type(turn)}, not an object with role and content")
-    message = {key: value for key, value in turn.items() if value is not None}
+    message = {key: value for key, value in turn.items() if value is not None and (key, value) != ("tool_calls", [])}
     if "role" not in message and "from" in message:
         message = _convert_sharegpt(message, number)
     role = message.get("role")

@@ -357,7 +357,7 @@ def build_prompts(
             if example.answer is not None and example.prompt is not None and example.stop is not None:
                 text = str(tokenizer.decode(example.prompt, clean_up_tokenization_spaces=False))
                 lead = example.answer[: example.answer.rfind(_PLACEHOLDER)]
-                prompts.append(GenerationPrompt(row.id, text, example.prompt, example.stop, lead))
+                prompts.append(GenerationPrompt(row.id, text, example.prompt, example.stop, row.where, lead))
     return prompts, skipped
 
 

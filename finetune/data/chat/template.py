@@ -33,6 +33,7 @@ _NOW = re.compile(r"strftime_now\(\s*(?:'([^']*)'|\"([^\"]*)\")?")
 AUTO, FOR_BASES = "auto", "base"
 """Values of `task.template`: the tokenizer's own, and the shipped one used instead if there is none."""
 _WITH_TOOLS = ("hermes", FOR_BASES)
+_PROBE = "probe"
 
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Keys of a turn for the reasoning before it; each template reads one of them."""
@@ -156,6 +157,7 @@ class ChatTemplate:
         self._sources: dict[bool, str] = {}
         self._keys: dict[str, bool] = {}
         self._calls_in_text: bool | None = None
+        self._joins_parts: bool | None = None
         self.missing = self._find_missing_tokens()
         self._check_arguments()
 
@@ -301,10 +303,14 @@ class ChatTemplate:
 
     def _adapt_turn(self, turn: dict[str, Any]) -> dict[str, Any]:
         """Return the turn with its thoughts under the names that templates read, as newer versions of transformers
-        do, and with arguments of calls as text if the template needs that."""
+        do, and with parts of text, and arguments of calls, as one text if the template needs that."""
         thoughts = get_thoughts(turn)
         if thoughts is not None:
             turn = {"thinking": thoughts, **turn, "reasoning_content": thoughts}
+        if isinstance(turn.get("content"), list) and self._reads_text_alone():
+            from .conversation import join_text_parts  # imports numpy
+
+            turn = {**turn, "content": join_text_parts(turn)}
         if self._calls_in_text and turn.get("tool_calls"):
             turn = copy.deepcopy(turn)
             for call in turn["tool_calls"]:
@@ -312,6 +318,19 @@ class ChatTemplate:
                 if "arguments" in function:
                     function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
         return turn
+
+    def _reads_text_alone(self) -> bool:
+        """Return True if the template writes a text, and something else for a list of its parts."""
+        if self._joins_parts is None:
+            self._joins_parts, written = False, []
+            for content in (_PROBE, [{"type": "text", "text": _PROBE}]):
+                turns = [{"role": role, "content": content} for role in ("user", "assistant")]
+                try:
+                    written.append(self._run_jinja(turns, None, prompt=False, track=False)[0])
+                except TemplateRenderError:
+                    written.append("")
+            self._joins_parts = _PROBE in written[0] and written[0] != written[1]
+        return self._joins_parts
 
 
 def _is_token(tokenizer: PreTrainedTokenizerBase, token: str) -> bool:

@@ -94,14 +94,14 @@ class Prompt:
         wording = self.wordings.get(code) or self.wordings.get(code.split("-")[0]) or Wording()
         return wording.text or self.text, wording.labels or self.labels
 
-    def columns(self) -> tuple[str, ...]:
-        """Return the columns that every row must have."""
+    def columns(self, spoken: str | None = None) -> tuple[str, ...]:
+        """Return the columns that every row must have; spoken: as in `wording`."""
         names = [self.answer]
         for text in (self.text, *(self.choices if len(self.choices) > 1 else ())):
             names += [name for name in Template(text, "prompt").columns if name != _SLOT]
         if len(self.choices) == 1:
             names += [self.choices[0].strip("{}")]
-        return tuple(dict.fromkeys(names + ([self.by] if self.by else [])))
+        return tuple(dict.fromkeys(names + ([self.by] if self.by and spoken is None else [])))
 
 
 @dataclass(frozen=True)

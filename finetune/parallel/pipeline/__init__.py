@@ -7,14 +7,7 @@ runner.py            micro-batches → pieces of one shape, and one step over th
 """
 
 from ..pipeline_plan import bubble_fraction, schedule_descriptions
-from .cut import (
-    build_rank_stages,
-    check_pipeline,
-    cut_to_stage,
-    split_blocks,
-    stage_costs,
-    tied_source_names,
-)
+from .cut import build_rank_stages, check_pipeline, cut_to_stage, split_blocks, stage_costs, tied_source_names
 from .runner import PipelineRunner
 from .stage import OtherStageBlock, StageModules
 

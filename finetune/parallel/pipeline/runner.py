@@ -1,8 +1,7 @@
 """One step over the stages of a pipeline.
 
-Training runs torch's schedules (`torch.distributed.pipelining`) with given shapes, so that no pass is spent on
-inferring them. All ranks know all rows, so only hidden states are sent: masks, positions and labels are computed on
-every stage, and the last one turns hidden states into the piece's loss without sending logits.
+Training runs torch's schedules (`torch.distributed.pipelining`) with given shapes. All ranks know all rows, so only
+hidden states are sent; the last stage turns them into the piece's loss.
 
 Stages exchange hidden states of a fixed size, so micro-batches are split into pieces of one shape, the same rows and
 tokens for all of a step: missing rows are repeated without targets, tokens are padded on the right and masked.

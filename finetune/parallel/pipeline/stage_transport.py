@@ -34,11 +34,7 @@ class StageTransport:
 
     @torch.no_grad()
     def forward(
-        self,
-        batches: Sequence[dict[str, Tensor]],
-        function: Callable[[nn.Module, Any], Any],
-        *,
-        share: bool = True,
+        self, batches: Sequence[dict[str, Tensor]], function: Callable[[nn.Module, Any], Any], *, share: bool = True
     ) -> list[Any]:
         """Return `function(model, piece)` of each batch on the last stage, where `model` acts as the whole model and
         `piece.inputs` is the batch.

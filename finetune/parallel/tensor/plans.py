@@ -175,11 +175,8 @@ def _has_suffix(name: str, suffix: str) -> bool:
 
 
 def check_tensor_plan(model: nn.Module, *, tp: int, sequence_parallel: bool) -> None:
-    """Raise UserError for a base model or adapter that `tensor_parallel` cannot slice; parameters may be on the meta
-    device.
-
-    There is no plan for the model type; heads, groups, widths or the vocabulary do not divide by `tp`; an adapter
-    cannot be sliced; or `sequence_parallel` is set where the plan has none, or without tensor parallelism.
+    """Raise UserError for a base model or adapter that `tensor_parallel` cannot slice into `tp` parts, or for
+    `sequence_parallel` where the plan has none, or without tensor parallelism; parameters may be on the meta device.
     """
     if tp == 1:
         if sequence_parallel:

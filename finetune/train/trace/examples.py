@@ -32,12 +32,7 @@ _TOKENS = 256
 
 @torch.no_grad()
 def score_examples(
-    model: nn.Module,
-    examples: Sequence[Example],
-    inference: EvalBatching,
-    *,
-    task: Task,
-    head: Head | None = None,
+    model: nn.Module, examples: Sequence[Example], inference: EvalBatching, *, task: Task, head: Head | None = None
 ) -> ExampleScores:
     """Evaluate every example alone in its row (packed examples are unpacked here).
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from flatshift.experiments.data import encode as tokens
-from flatshift.experiments.data.splits import prepare_data
+from flatshift.experiments.data.splits import prepare_data, read_splits
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.finetune.data.chat.encode import build_prompts, make_prompt_row
 from flatshift.finetune.data.chat.template import read_template
@@ -45,6 +45,13 @@ def recipe_of(folder, **overrides):
     path.write_text(MIXED.replace("DIR", str(folder)), encoding="utf-8")
     typed = [from_override(k, v if isinstance(v, str) else json.dumps(v)) for k, v in overrides.items()]
     return load_recipe(str(path), typed).recipe
+
+
+def test_conversations_with_one_text_beside_them_are_held_out(folder):
+    for name, count in (("sums", 30), ("talk", 12)):
+        write_jsonl(folder / f"{name}.jsonl", [{**talk(f"{name} {i}"), "text": "topic"} for i in range(count)])
+    splits = read_splits(recipe_of(folder, **{"data.dev.files": [], "data.holdout": 0.1}))
+    assert (len(splits.train), len(splits.dev), len(splits.test)) == (34, 4, 4)
 
 
 def test_columns_give_back_what_was_encoded():

@@ -85,6 +85,13 @@ def test_a_mixture_streamed_or_cached_is_what_is_read_at_once(kind, noise, recip
         assert {example.units for example in [*plain.train, *plain.dev]} == {plain.units}
 
 
+def test_a_skipped_row_has_no_wrong_label(recipe_of, tmp_path):
+    recipe = recipe_of("numbers", **{"data.cache": "null", "data.label_noise": 1, "data.bad_rows": "skip"})
+    write_jsonl(tmp_path / "two.jsonl", [{"text": " " if i % 2 else f"of {i}", "label": i} for i in range(20)])
+    prepared = prepare_data(recipe)
+    assert prepared.skipped and sorted(prepared.flipped) == sorted(example.id for example in prepared.train)
+
+
 def test_several_classes_and_targets_are_batched_as_floats(recipe_of):
     for kind in ("several", "numbers"):
         prepared = prepare_data(recipe_of(kind, **{"data.cache": "null"}))

@@ -77,6 +77,10 @@ def test_every_shipped_recipe_validates_and_so_does_what_a_run_writes(schema: di
         ("adapter: {layers: [first]}", True),
         ("optimizer: {betas: [0.9]}", True),
         ("backbone: 5", True),
+        ("comparison: {tasks: {a: {train: 3}}}", True),
+        ("record: {steps: 3}", True),
+        ("adapter: {soft_tokens: 1, projector: {inject: 3}}", True),
+        ("sweep: {grid: {regularizer: [{kind: ggpo}]}}", True),
     ],
 )
 def test_a_wrong_recipe_does_not(schema: dict[str, Any], text: str, needs_types: bool) -> None:
@@ -91,6 +95,13 @@ def test_a_wrong_recipe_does_not(schema: dict[str, Any], text: str, needs_types:
         *("task: chat", "task: {turns: last}", "adapter: {targets: q_proj}", "adapter: {targets: [q_proj]}"),
         *("regularizer: {sigma: 0.1}", "train: {epochs: null, eval_every: 0.5}", "select: {from: runs/one}", "{}"),
         *("data: {train: {sources: {a: {files: x.jsonl, weight: 2}}}}", "adapter: {alpha: rank}"),
+        *(
+            "extends: flat-comparison\ncomparison: {tasks: {trec: {train: 3}}}",
+            "adapter: {layers: 1}",
+            "comparison: null",
+            "adapter: {layers: 1}",
+        ),
+        *("record: {steps: [3]}", "record: {steps: log}", "sweep: {grid: {adapter.rank: 4, train.seed: [1, 2]}}"),
     ],
 )
 def test_short_forms_validate(schema: dict[str, Any], text: str) -> None:

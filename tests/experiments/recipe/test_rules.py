@@ -56,25 +56,27 @@ RECIPES = {
 }
 
 
+CELLS = {
+    "tracker.kinds: the cells": broken(tracker=Tracker(kinds=("wandb",))),
+    "mesh: a cell of a sweep": broken(mesh=Mesh(dp=2)),
+    "train.epochs: an axis": broken(train=Train(epochs=2.0)),
+}
+
+
 def test_every_rule_has_a_recipe_here():
-    assert len(RECIPES) == len(RULES)
+    assert len(RECIPES) == len(RULES) and len(CELLS) == len(CELL_RULES)
 
 
-@pytest.mark.parametrize("says", RECIPES)
+@pytest.mark.parametrize("says", [*RECIPES, *CELLS])
 def test_a_recipe_that_breaks_a_rule_is_told(says):
     with pytest.raises(UserError) as error:
-        check_rules(RECIPES[says])
+        check_rules((RECIPES | CELLS)[says], CELL_RULES if says in CELLS else RULES)
     assert str(error.value).startswith(says) and len(str(error.value)) <= 300
 
 
 def test_a_recipe_that_breaks_none_is_not():
     check_rules(BASE)
     check_rules(BASE, CELL_RULES)
-
-
-def test_a_cell_is_not_tracked():
-    with pytest.raises(UserError, match=r"tracker\.kinds"):
-        check_rules(broken(tracker=Tracker(kinds=("wandb",))), CELL_RULES)
 
 
 def test_what_is_not_divided_among_processes():
@@ -84,9 +86,9 @@ def test_what_is_not_divided_among_processes():
     check_rules(broken(select=Select(method=GotD())), SPLIT_RULES)
 
 
-def test_a_cell_has_no_epochs():
-    with pytest.raises(UserError, match=r"train\.epochs: an axis"):
-        check_rules(broken(train=Train(epochs=2.0)), CELL_RULES)
+def test_a_cell_takes_no_mesh_that_is_yet_to_be_chosen():
+    with pytest.raises(UserError, match="leave every axis at 1 and auto off"):
+        check_rules(broken(mesh=Mesh(auto=True)), CELL_RULES)
 
 
 def test_sentences_are_short():

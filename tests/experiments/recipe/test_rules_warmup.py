@@ -87,7 +87,7 @@ def test_an_encoder_whose_class_could_write_is_refused_too(bert):
 
 @pytest.mark.parametrize("setting", ["steps", "batch_size", "accumulate", "lr"])
 def test_numbers_out_of_range_are_refused_where_they_stand(setting):
-    with pytest.raises(UserError, match=rf"{setting} must be ≥"):
+    with pytest.raises(UserError, match=rf"{setting} must be (≥|between)"):
         recipe(**{f"warmup.{setting}": -1})
 
 

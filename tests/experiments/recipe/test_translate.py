@@ -10,6 +10,7 @@ import pytest
 from flatshift.cli import run
 from flatshift.experiments.recipe import load_recipe
 from flatshift.experiments.recipe.translate import translate_recipe
+from flatshift.finetune.data.chat.template import list_shipped_templates
 from flatshift.finetune.errors import UserError
 from tests.support.data_models import write_jsonl
 
@@ -208,6 +209,9 @@ def test_all_keys_known_is_exit_code_0(home: Path, capsys: pytest.CaptureFixture
     assert run(["recipes", "from", "some.yaml"]) == 0
     assert capsys.readouterr().err == ""
     assert run(["recipes", "from", "some.yaml", "--out", "some.yaml"]) == 2  # never over a file
+    capsys.readouterr()
+    assert run(["recipes", "from", "some.yaml", "--out", "some.yaml", "--json"]) == 2
+    assert not capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -257,6 +261,9 @@ def test_a_wrong_file_is_one_sentence_with_its_line(
         ("datasets: [{path: org/chats, name: small, split: dev}]", "data.train.files", ["hub:org/chats[small]:dev"]),
         ("rl: ipo", "task.loss", "ipo"),
         ("warmup_steps: 0.05", "optimizer.warmup", 0.05),
+        ("warmup_ratio: 0.1\nwarmup_steps: 0", "optimizer.warmup", 0.1),
+        ("warmup_steps: 0\nwarmup_ratio: 0.1", "optimizer.warmup", 0.1),
+        ("fsdp: []\nfsdp_config: {}\nlora_target_modules: []", "adapter.targets", "all-linear"),
         ("lora_model_dir: runs/first/adapter", "adapter.start", "runs/first/adapter"),
         ("micro_batch_size: 2", "task.pack", False),
         ("warmup_ratio: 0.1\nlr_scheduler: constant", "optimizer.warmup", 0.0),
@@ -591,6 +598,20 @@ def test_rows_above_the_length_of_axolotl_are_dropped_and_texts_are_read_in_piec
         assert "4 of 8 samples are longer than train.max_length = 64 tokens" in capsys.readouterr().err
     else:
         assert "8 of 8 documents are longer than train.max_length = 64 tokens and read in" in printed
+
+
+def test_a_list_of_data_sets_is_their_names(mixed: Path) -> None:
+    expected = translate_recipe(mixed / "theirs.yaml")
+    text = MIXED.replace("dataset: mine, chats", "dataset: [mine, chats]")
+    assert text != MIXED
+    (mixed / "theirs.yaml").write_text(text, encoding="utf-8")
+    assert translate_recipe(mixed / "theirs.yaml") == expected and expected.unknown == ()
+
+
+def test_the_prompt_of_alpaca_is_named_where_it_changes(home: Path) -> None:
+    (note,) = [note for note in translate_recipe(home / "axolotl.yaml").notes if note.startswith("alpaca: ")]
+    assert "task.template: alpaca" in note
+    assert "alpaca" in list_shipped_templates()
 
 
 def test_warm_up_steps_are_a_fraction_where_the_rows_are_counted(mixed: Path) -> None:

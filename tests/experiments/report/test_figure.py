@@ -3,6 +3,7 @@
 import json
 import math
 import warnings
+import xml.etree.ElementTree as ET
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from flatshift.experiments.report import formats
 from flatshift.experiments.report.figure import PALETTE, RAMP, Canvas, colour, spread_apart
 from flatshift.experiments.results.analysis import sample_evenly
 from flatshift.experiments.select.outputs import project
+
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_project_is_the_balanced_principal_plane():
@@ -82,6 +85,12 @@ def test_estimates_line_up():
     assert formats.estimate(-0.0312, -0.05, -0.012, plus=True) == ("−0.031", "−0.050 to −0.012")
     large = formats.estimate(3_728_733_645.0, 409_459_944.0, 1.002e10)
     assert large == ("3.7\u202f×\u202f10⁹", "409,459,944 to 1.0\u202f×\u202f10¹⁰"), "a word of a foreign language"
+    small = formats.estimate(3.2e-7, 1.1e-7, 5.3e-7)
+    assert small == ("3.2\u202f×\u202f10⁻⁷", "1.1\u202f×\u202f10⁻⁷ to 5.3\u202f×\u202f10⁻⁷")
+    assert formats.estimate(5e-4, 4.999e-4, 5.001e-4)[0] == "5.0000\u202f×\u202f10⁻⁴", (
+        "as many digits as tell them apart"
+    )
+    assert formats.estimate(0.5, 0.4999999, 0.5000001)[0] == "0.500000" and formats.estimate(0.0, 0.0, 0.0)[0] == "0.00"
     assert formats.estimate(0.5, 0.5, 0.5)[1] == ""
     assert formats.estimate(88.2)[1] == "" and formats.estimate(math.nan, 0, 1) == ("NaN", "")
     assert formats.seconds(3725) == "1\u00a0h 02\u00a0min" and formats.percent(0.0667) == "6.7\u00a0%"
@@ -118,6 +127,17 @@ def test_the_ramp_is_ordered_by_luminance_alone(theme):
     assert values == sorted(values) and len(set(values)) == len(RAMP)
     assert sample_evenly(RAMP, 1)[0] in RAMP and sample_evenly(RAMP, 2) == [RAMP[0], RAMP[-1]]
     assert sample_evenly(RAMP, len(RAMP)) == list(RAMP)
+
+
+@pytest.mark.parametrize("text", ["a\x0bb", "a\x00b", "a\x1fb", "a\ufffeb", "新闻 κόσμος"])
+def test_texts_that_no_xml_and_no_font_holds_are_drawn(text):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Canvas(300, 200) as canvas:
+            canvas.axes(y=text).set_xticks([0], [text])
+            chart = canvas.chart("c", title=text, caption="\ud83d")
+    shown = text if "κ" in text else "a\ufffdb"
+    assert chart.inline("p").count(shown) == 3 and ET.fromstring(chart.standalone).findtext(f"{SVG}desc") == "\ufffd"
 
 
 def test_texts_that_look_like_colours_or_mathematics_stay_texts():

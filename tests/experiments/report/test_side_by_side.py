@@ -117,6 +117,18 @@ def test_the_page_puts_them_side_by_side(runs: list[Path], tmp_path: Path, capsy
     )
 
 
+def test_runs_of_folders_with_equal_names_are_kept_apart(tmp_path: Path) -> None:
+    folders = ("first/seed0/run", "second/seed0/run", "third/.again.0123abcd.tmp", "third/.again.4567abcd.tmp")
+    paths = [make_run(tmp_path / folder, ["x"] * 6, rank=rank) for rank, folder in enumerate(folders, 1)]
+    made = side_by_side_chapter(find_runs(paths))
+    names = ["first/seed0/run", "second/seed0/run"]
+    names += [f"{'/'.join(tmp_path.parts[1:])}/third/again ({place})" for place in (3, 4)]
+    assert made is not None and made.sections[0].blocks[0].columns == ["key", *names]
+    assert [row[1] for row in made.sections[1].blocks[0].rows] == names
+    assert made.sections[0].blocks[0].rows == [["adapter.rank", "1", "2", "3", "4"]]
+    assert "Train loss during fine-tune" in [chart.title for chart in made.sections[2].blocks[0].charts]
+
+
 def test_runs_are_listed(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "deep" / "er").mkdir(parents=True)
     make_run(tmp_path / "deep" / "er" / "torn", ["x"] * 6, rank=5)

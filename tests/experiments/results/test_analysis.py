@@ -107,7 +107,7 @@ def test_the_threshold_is_the_crossing_of_the_verdict_wherever_it_is_shown(tmp_p
     analysis = SweepAnalysis(data)
     said = words(sweep_sections(data, analysis))
     (tile,) = [t for t in sweep_tiles(data, analysis) if t.label == "interpolation threshold"]
-    dashed = f"Dashed: data.train.limit = {tile.value}, where the mean train error crosses 0.1"
+    dashed = f"Dashed: data.train.limit = {tile.value}, where the mean training error crosses 0.1"
     if found == "3 values are judged":  # the crossing of two is drawn all the same
         assert dashed in said and not analysis.curves
         return
@@ -190,9 +190,54 @@ def test_a_sweep_is_judged_by_the_metric_that_its_plan_names(tmp_path):
     (tile, *_) = sweep_tiles(data, analysis)
     assert tile.label == "lowest test 1 − macro F1"
     assert "Test 1 − macro F1 along" in words(sweep_sections(data, analysis))
+    found = [
+        {**row, "test.reward_margin": 3 + row["test.f1_macro"] + 0.01 * row["seed"], "train.exact_match": 0.1}
+        for row in found
+    ]
+    margin = cells(tmp_path / "margin", found, {"adapter.rank": [1, 4, 16]}, metric="reward_margin")
+    best = margin.best(margin.error_columns()[0])[1]
+    assert best.low < best.value < best.high < 0, "1 − a margin has no lowest value"
+    said = words(sweep_sections(margin, SweepAnalysis(margin)))
+    assert "Test 1 − reward margin along" in said and "−2.615 (−2.636 to −2.594)" in said
     found = [{**row, "test.rmse": shares[row["adapter.rank"]]} for row in found]
     lower = cells(tmp_path / "lower", found, {"adapter.rank": [1, 4, 16]}, metric="rmse")
     assert lower.error_columns()[0] == "test.rmse" and lower.best("test.rmse")[0] == {"adapter.rank": 1}
     plain = cells(tmp_path / "plain", found, {"adapter.rank": [1, 4, 16]})
     named = cells(tmp_path / "accuracy", found, {"adapter.rank": [1, 4, 16]}, metric="accuracy")
     assert plain.error_columns() == named.error_columns() == ("test.error", "train.error")
+
+
+def test_errors_of_dev_rows_alone_come_before_their_loss(tmp_path):
+    found = [{**row, "dev.loss": 0.5} for row in rows({1: 0.1, 4: 0.3}, split="dev")]
+    data = cells(tmp_path / "s", found, {"adapter.rank": [1, 4]})
+    assert data.error_columns() == ("dev.error", "train.error")
+
+
+def test_a_figure_that_a_finished_run_has_not_is_no_divergence(tmp_path):
+    """Spearman's of constant predictions is not defined; the run is finished all the same."""
+    found = rows({1: 0.5, 2: 0.4, 4: 0.3, 8: 0.2}, seeds=7, spread=0.01)
+    for row in found:
+        row["test.lack_of_spearman"] = None if row["cell"] == "1-2" else row.pop("test.error")
+    data = cells(tmp_path / "s", found, {"adapter.rank": [1, 2, 4, 8]}, metric="spearman")
+    said = words(sweep_sections(data, SweepAnalysis(data)))
+    assert "1 of 7 seeds had no value at rank 1." in said and "diverged" not in said
+    found[8] |= {"status": "diverged", "test.lack_of_spearman": None}
+    data = cells(tmp_path / "both", found, {"adapter.rank": [1, 2, 4, 8]}, metric="spearman")
+    assert "2 of 7 seeds had no value at rank 1 to 2." in words(sweep_sections(data, SweepAnalysis(data)))
+    found[2] |= {"status": "diverged"}
+    data = cells(tmp_path / "lost", found, {"adapter.rank": [1, 2, 4, 8]}, metric="spearman")
+    assert "2 of 7 seeds diverged at rank 1 to 2." in words(sweep_sections(data, SweepAnalysis(data)))
+
+
+def test_titles_keep_the_names_of_metrics(tmp_path):
+    found = [
+        {**row, "test.f1_macro": 0.5, "optimizer.lr": lr, "effective_params": 10.0 * row["adapter.rank"]}
+        for row in rows({1: 0.1, 4: 0.3})
+        for lr in (0.1, 0.2)
+    ]
+    data = cells(tmp_path / "s", found, {"adapter.rank": [1, 4], "optimizer.lr": [0.1, 0.2]}, metric="f1_macro")
+    said = words(sweep_sections(data, SweepAnalysis(data)))
+    assert (
+        "| Test 1 − macro F1 over rank r and learning rate" in said
+        and "| 1 − macro F1 over effective parameters" in said
+    )

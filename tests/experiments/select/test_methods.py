@@ -12,11 +12,11 @@ from flatshift.experiments.select.methods import ScoreCheckpoint
 from flatshift.selection import GotDContrastSelector, GotDSelector, Pool
 
 
-def sides(x: np.ndarray) -> Any:
+def sides(x: np.ndarray, z: Any = None) -> Any:
     """As much of a selection's inputs as the checkpoint reads."""
     row = SimpleNamespace(values={"text": "target"})
     pool = SimpleNamespace(rows=SimpleNamespace(texts=["one", "two"]))
-    return SimpleNamespace(pool=pool, target=SimpleNamespace(rows=[row]), x=x, y=None)
+    return SimpleNamespace(pool=pool, target=SimpleNamespace(rows=[row]), x=x, y=None, z=z)
 
 
 @pytest.mark.parametrize("changed", [0, 2_000, 19_999])
@@ -36,6 +36,7 @@ def test_scores_are_kept_unless_the_solver_keeps_its_passes(tmp_path) -> None:
     ScoreCheckpoint(tmp_path, sides(x[0])).save(GotDSelector().fit(pool, target))
     assert not list(tmp_path.iterdir())
     fitted = GotDContrastSelector().fit(pool, target, negative=negative)
-    ScoreCheckpoint(tmp_path, sides(x[0])).save(fitted)
+    ScoreCheckpoint(tmp_path, sides(x[0], x[2])).save(fitted)
     found = GotDContrastSelector()
-    assert ScoreCheckpoint(tmp_path, sides(x[0])).restore(found) and (found.scores_ == fitted.scores_).all()
+    assert ScoreCheckpoint(tmp_path, sides(x[0], x[2])).restore(found) and (found.scores_ == fitted.scores_).all()
+    assert not ScoreCheckpoint(tmp_path, sides(x[0], x[1])).restore(found), "other negative examples"

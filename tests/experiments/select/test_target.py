@@ -111,6 +111,20 @@ def test_a_row_that_only_the_run_skips_moves_the_draw(files):
         check_target(recipe, ("rows.jsonl:3: no label",))
 
 
+@pytest.mark.parametrize("split", ["dev", "test"])
+def test_a_target_of_the_rows_that_evaluate_is_refused(files, split):
+    evaluated = {f"data.{split}.files": [str(files / "half.jsonl")]}
+    (files / "copy.jsonl").write_bytes((files / "half.jsonl").read_bytes())
+    for target in ("half.jsonl", "copy.jsonl"):
+        own = training(files, **evaluated, **{"warmup.own": 0.5, "select.target.files": [str(files / target)]})
+        with pytest.raises(UserError, match=rf"data\.{split}\.files: .*name other texts in select\.target\.files"):
+            check_target(own, ())
+    select(selecting(files, target="copy.jsonl"), files / "picked", quiet=True)
+    recipe = training(files, **evaluated, **{"select": {"from": str(files / "picked")}})
+    with pytest.raises(UserError, match=rf"data\.{split}\.files: .*select again with another --target"):
+        check_target(recipe, ())
+
+
 def test_a_recipe_that_names_its_training_rows_as_the_target_is_refused(files):
     named = training(files, **{"select.target.files": [str(files / "rows.jsonl")]})
     with pytest.raises(UserError, match=r"leave select\.target\.files out"):

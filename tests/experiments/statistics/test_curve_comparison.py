@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from scipy.stats import binom, ttest_rel
@@ -146,6 +148,12 @@ def test_a_threshold_that_moves_is_given_as_a_ratio() -> None:
     assert found.threshold is not None and found.threshold.value == pytest.approx(2, rel=0.1) and found.moved
     never = compare_curves(curve(test[0], 0.5 + 0 * train(4.0)), curve(test[1], train(3.0)))
     assert never.threshold is None and not never.moved
+    shown = curve(test[0], train(4.0))
+    assert "not every seed crosses it on the axis" in never.sentence(shown)
+    unknown = compare_curves(curve(test[0]), curve(test[1]))
+    assert unknown.threshold is None and "threshold" not in unknown.sentence(curve(test[0]))
+    zero = [replace(one, values=[0, *VALUES[1:]]) for one in (shown, curve(test[1], train(3.0)))]
+    assert "threshold" not in compare_curves(*zero).sentence(zero[0]), "positions from 0 on have no ratio"
 
 
 def test_seeds_that_diverged_in_either_curve_are_left_out_and_misfits_refused() -> None:

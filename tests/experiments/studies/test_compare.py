@@ -18,8 +18,8 @@ from flatshift.experiments.recipe.schema import Comparison, StudyMethod, StudyTa
 from flatshift.experiments.report.chapters.comparison import page
 from flatshift.experiments.statistics.intervals import detectable_effect, holm_adjust, paired_p
 from flatshift.experiments.studies import cell
-from flatshift.experiments.studies.compare.analysis import compute_endpoint
-from flatshift.experiments.studies.compare.comparison_plan import ComparisonPlan
+from flatshift.experiments.studies.compare.analysis import compute_endpoint, describe_protocol
+from flatshift.experiments.studies.compare.comparison_plan import ComparisonPlan, ComparisonProbe
 from flatshift.experiments.studies.compare.run import ComparisonResults, compare
 from flatshift.experiments.studies.compare.tuning import (
     FAILED,
@@ -32,6 +32,7 @@ from flatshift.experiments.studies.compare.tuning import (
     next_trial,
     select_finalists,
 )
+from flatshift.experiments.studies.study import locate_file
 from flatshift.experiments.workflows.export import require_finished
 from flatshift.finetune.errors import Interrupted, UserError
 from tests.support.comparison_study import make_study
@@ -60,12 +61,13 @@ def test_further_trials_never_repeat_one() -> None:
         return -abs(math.log(rate / 3.3e-2))  # far beyond the grid's upper edge
 
     scores = scored(**{str(rate): accuracy(rate) for rate in (1e-3, 2e-3)})
-    for _ in range(12):
+    for _ in range(30):
         new = next_trial(scores)
         assert new not in scores
         scores[new] = TrialScore(accuracy(new.lr), 0.0)
     best = best_trial(scores)
     assert best is not None and abs(math.log(best.lr / 3.3e-2)) < 0.1 and not is_on_edge(scores, best)
+    assert all(setting.lr == float(f"{setting.lr:.3g}") for setting in [*scores][:8]), "three digits suffice at first"
 
 
 def test_ties_are_settled_by_loss_and_diverged_trials_lose() -> None:
@@ -412,6 +414,44 @@ def test_a_seed_fixes_subset_and_initialisation_for_all_methods(made, tmp_path: 
     assert all(a[name].equal(b[name]) for name in a)
 
 
+def test_a_sharpness_that_is_not_finite_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flatshift.experiments.data.splits import prepare_data
+    from flatshift.experiments.workflows.build import load_model
+    from flatshift.regularizers.sharpness import measures
+
+    plan = ComparisonPlan(str(make_study(tmp_path)), [], data=tmp_path, tasks=["easy"])
+    plan.read_rows(tmp_path / "out")
+    plan.write_rows()
+    recipe = plan.run("final", "plain", "easy", 0, TrialSetting(1e-2)).cell.resolved.recipe
+    engine, tokenizer = load_model(recipe, recipe.task, ("bad", "good"))
+    monkeypatch.setattr(measures, "expected_rise", lambda *_, **__: [measures.Estimate.exact(math.inf)])
+    probe = ComparisonProbe(final=False, sharpness=0.5)
+    probe.on_evaluation(recipe, engine, tokenizer, prepare_data(recipe))
+    assert probe.figures()["sharpness"] is None
+
+
+def test_the_protocol_counts_the_seeds_that_are_run() -> None:
+    sentences = " ".join(describe_protocol(study(seeds=3, exploratory_seeds=5)))
+    assert "3 seeds: plain, ggpo. 3 seeds: the others" in sentences
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("*.jsonl", r"\*\.jsonl is 2 files"), ("rows", "rows is 2 files"), ("~/one/a.jsonl", None), ("one", None)],
+)
+def test_a_task_has_one_file(tmp_path: Path, name: str, problem: str | None, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in ("rows/a.jsonl", "rows/b.jsonl", "one/a.jsonl"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text("{}\n", encoding="utf-8")
+    folder = tmp_path / "rows" if name.startswith("*") else tmp_path
+    if problem is None:
+        assert locate_file(name, folder, "comparison.tasks.a.file") == str(tmp_path / "one" / "a.jsonl")
+        return
+    with pytest.raises(UserError, match=rf"comparison\.tasks\.a\.file: {problem}"):
+        locate_file(name, folder, "comparison.tasks.a.file")
+
+
 def test_a_diverged_run_counts_with_the_floor_and_a_failed_one_not(made) -> None:
     recipe, _, _ = made
     plan = ComparisonPlan(str(recipe), [], data=recipe.parent)
@@ -435,6 +475,7 @@ def test_the_endpoint_its_test_and_its_bootstrap_from_known_answers(tmp_path: Pa
     from flatshift.experiments.studies.compare.analysis import (
         _analyse_method,
         _bootstrap_endpoint,
+        _margin_over,
         _sharpness_ratio,
         analyse,
     )
@@ -502,10 +543,13 @@ def test_the_endpoint_its_test_and_its_bootstrap_from_known_answers(tmp_path: Pa
         found.append(_equal_steps(plan, tmp_path, outcome, ("ggpo", "easy")))
     steps = plan.steps("easy")
     assert found == [round(steps / 1.1)] * 2 + [round(steps / 2)] * 2
-    margin = (np.mean(shares["plain"]) - 0.5) / math.sqrt(
-        np.var(shares["plain"], ddof=1) / 6 + np.mean(shares["plain"]) * (1 - np.mean(shares["plain"])) / 200
-    )
-    assert document["tasks"]["easy"]["margin_se"] == pytest.approx(margin)
+    share = (200 * np.mean(shares["plain"]) + 0.5) / 201
+    error = math.sqrt(np.var(shares["plain"], ddof=1) / 6 + share * (1 - share) / 200)
+    assert document["tasks"]["easy"]["margin_se"] == pytest.approx((np.mean(shares["plain"]) - 0.5) / error)
+    for final in outcome.finals["plain", "easy"]:
+        final["metrics"]["accuracy"] = 1.0
+    error = math.sqrt(200.5 / 201 * 0.5 / 201 / 200)  # of rows that are all right, not none
+    assert _margin_over(0.5, plan, outcome, "easy") == pytest.approx(0.5 / error)
     text = page(document)
     assert "Primary endpoint of every method" in text and "After Holm&#39;s correction ggpo differs from plain" in text
 

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import csv
+import html
 import json
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from flatshift.api import draw_report
+from flatshift.cli import run
 from flatshift.experiments.recipe import load_recipe
 from flatshift.experiments.recipe.tree import from_override
+from flatshift.experiments.report.chapters.sweep import forecast_sentences
+from flatshift.experiments.results.run import list_directories
+from flatshift.experiments.results.sweep import write_cells
 from flatshift.experiments.statistics.kernel import extrapolate, fastest_setting, kernel_fits
+from flatshift.experiments.workflows import run_parts
 from flatshift.experiments.workflows.error_forecast import forecast_into
 from flatshift.experiments.workflows.train import train
 from flatshift.finetune.errors import UserError
@@ -78,8 +85,19 @@ def test_a_forecast_of_a_linear_model_is_what_training_it_comes_to(tmp_path: Pat
     assert float(row["test.error"]) == pytest.approx(1 - trained["test"]["accuracy"]["value"], abs=0.02)
     assert float(row["train.unexplained"]) == pytest.approx(trained["train"]["unexplained"]["value"], abs=1e-3)
     assert float(row["test.loss"]) == pytest.approx(trained["test"]["loss"]["value"], rel=0.02)
-    assert "Predicted, nothing was trained" in (tmp_path / "forecast" / "report.html").read_text(encoding="utf-8")
-    assert json.loads((tmp_path / "forecast" / "forecast.json").read_text())["draws"] == 2
+    page = html.unescape((tmp_path / "forecast" / "report.html").read_text(encoding="utf-8"))
+    document = json.loads((tmp_path / "forecast" / "forecast.json").read_text())
+    assert "Predicted, nothing was trained" in page and document["draws"] == 2
+    assert ("trained to the end" in page) == ("of the kernel's mean eigenvalue)" in page) == (not decay)
+    assert "loss (squared error per example)" in page and "nats" not in page
+    if decay:  # its own, and the only one that was solved for
+        assert "and the recipe's weight decay (0.5); leave-one-out" in page
+        assert "Weight decay is the ridge, the recipe's own." in page
+        assert (document["own_decay"], document["best_decay"], document["end"]) == (0.5, 0.5, None)
+        sentences = " ".join(forecast_sentences(document | {"threshold_rank": 12.0, "ranks": [8, 24]}))
+        assert "expect a peak" not in sentences and "at the recipe's weight decay, as far" in sentences
+    else:
+        assert document["own_decay"] is None and document["end"] > 0
 
 
 @pytest.mark.parametrize(
@@ -102,6 +120,19 @@ def test_what_is_not_linear_is_refused(tmp_path: Path, recipe, change, sentence)
     assert not (tmp_path / "out").exists()
 
 
+def test_a_forecast_that_another_command_has_just_made_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    @contextmanager
+    def lock_when_the_other_is_done(path):
+        path.mkdir()
+        (path / "forecast.json").write_text("{}")
+        yield
+
+    monkeypatch.setattr(run_parts, "exclusive_lock", lock_when_the_other_is_done)
+    with pytest.raises(UserError, match="is not empty"):
+        predict(load_recipe("positive-control", overrides()), tmp_path / "out")
+    assert (tmp_path / "out" / "forecast.json").is_file()
+
+
 def test_of_ranks_that_draws_cannot_tell_apart_the_one_that_trains_soonest_is_named():
     speeds = np.array([2.0, 16.0, 4.0])
     alike = np.array([[0.30, 0.32, 0.31], [0.34, 0.33, 0.33], [0.32, 0.31, 0.33]])
@@ -120,3 +151,15 @@ def test_shares_of_wrong_labels_side_by_side_are_fitted_as_each_by_itself():
         part = whole.columns(slice(3, 6))
         for name in ("train", "test", "left_out"):
             np.testing.assert_allclose(getattr(part, name), getattr(one, name), rtol=1e-9)
+
+
+def test_a_forecast_is_listed_as_one_and_not_pushed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "curves"
+    out.mkdir()
+    write_cells(out, [{"cell": "forecast-0", "status": "done", "adapter.rank": 2, "seed": 0, "test.error": 0.5}])
+    (out / "forecast.json").write_text("{}", encoding="utf-8")
+    (out / "recipe.resolved.yaml").write_text(load_recipe("classify").to_yaml(), encoding="utf-8")
+    (entry,) = list_directories(tmp_path)
+    assert (entry.path, entry.kind, entry.status) == ("curves", "forecast", "finished")
+    assert run(["push", str(out), "memory://place/curves"]) == 2
+    assert "curves is a forecast, which has no done.json" in capsys.readouterr().err

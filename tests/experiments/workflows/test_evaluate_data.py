@@ -172,3 +172,11 @@ def test_they_are_not_worked_out_anew(folder, encoder, judged):
     noted(folder, recipe, {"label_names": None})
     with pytest.raises(UserError, match=r"manifest\.json: has no 'units'"):
         judged(recipe, str(folder / "more.jsonl"))
+
+
+def test_a_window_of_a_backbone_without_a_limit_may_be_longer_than_the_default():
+    recipe = SimpleNamespace(backbone="endless")
+    for positions, asked, width in (({}, None, 1024), ({}, 4096, 4096), ({"n_positions": 96}, None, 96)):
+        assert evaluate._window_size(SimpleNamespace(config=positions), recipe, asked) == width
+    with pytest.raises(UserError, match="--window: 97 is not from 2 to 96, the positions of endless"):
+        evaluate._window_size(SimpleNamespace(config={"n_positions": 96}), recipe, 97)

@@ -276,6 +276,7 @@ def split(directory: Path, files: int) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+@pytest.mark.slow
 def test_the_memory_is_that_of_some_rows(tmp_path: Path) -> None:
     """A backbone of 110 MB in three files, bf16, merged within 50 MB of anonymous memory beyond the imports."""
     source, saved, out = tmp_path / "source", tmp_path / "adapter", tmp_path / "out"

@@ -342,13 +342,19 @@ def test_a_damaged_scale_is_refused_in_a_sentence(settings, tmp_path):
         SavedAdapter.find(str(tmp_path), context="here")
 
 
-def test_pefts_copy_of_a_frozen_embedding_is_no_head(source, tmp_path):
-    config = LoraConfig(task_type="CAUSAL_LM", r=2, lora_alpha=4, target_modules=["q_proj", "embed_tokens"])
+@pytest.mark.parametrize(("leaf", "init"), [("embed_tokens", False), ("lm_head", "mica")])
+def test_pefts_copy_of_a_frozen_embedding_is_no_head(leaf, init, source, tmp_path):
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", leaf], init_lora_weights=init)
     get_peft_model(AutoModelForCausalLM.from_pretrained(source), config).save_pretrained(tmp_path)
-    file = tmp_path / "adapter_model.safetensors"
-    assert "base_model.model.model.embed_tokens.base_layer.weight" in load_file(file)
+    assert any(name.endswith(f"{leaf}.base_layer.weight") for name in load_file(tmp_path / "adapter_model.safetensors"))
     assert all(".lora_" in name for name in read_adapter(tmp_path))
-    build(source, Adapter(rank=2, targets=("q_proj", "embed_tokens"), under=str(tmp_path)))
+    model = move(build(source, Adapter(rank=2, targets=("q_proj", leaf), under=str(tmp_path))))
+    save_adapter(model, tmp_path / "both")
+    torch.testing.assert_close(logits(plain_peft(source, tmp_path / "both")), logits(model), rtol=0, atol=1e-4)
+    (tmp_path / "twice").mkdir()
+    halves = [(SavedAdapter.find(str(tmp_path / "both"), context=""), 0.5)] * 2
+    combine_adapters(halves, tmp_path / "twice")
+    torch.testing.assert_close(logits(plain_peft(source, tmp_path / "twice")), logits(model), rtol=0, atol=1e-4)
 
 
 def test_a_start_is_compared_setting_by_setting(source, tied, tmp_path):

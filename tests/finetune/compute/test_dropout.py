@@ -169,6 +169,7 @@ def test_a_cuda_device_is_never_waited_for() -> None:
     assert not seen.waits and x.grad is not None
 
 
+@pytest.mark.slow
 def test_a_mask_is_six_kernels_where_its_hash_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: the hash must be one kernel of the compiler; every other operation that is no view is one too."""
     from torch._inductor import metrics

@@ -262,11 +262,9 @@ def test_narrow_weights_are_taken_where_wide_ones_do_not_fit(monkeypatch):
 
     backbone = footprint.BackboneSizes.read(find_backbone_directory(recipe.backbone), recipe.adapter).under(recipe.task)
     narrow = dataclasses.replace(recipe.train, backbone_precision="bf16")
-    wide, less = (
-        footprint.predict_footprint(backbone, mesh=recipe.mesh, adapter=recipe.adapter, train=train).total
-        for train in (recipe.train, narrow)
-    )
-    assert wide - less == 2 * backbone.elements
+    needs = [footprint.recipe_footprint(backbone, recipe, train, device="cpu") for train in (recipe.train, narrow)]
+    assert needs[0].regularizer > 0 and needs[0].weights - needs[1].weights == 2 * backbone.elements
+    wide, less = (each.total for each in needs)
     said: list[str] = []
     for room, taken in ((wide, "same"), (wide - 1, "bf16"), (less, "bf16"), (less - 1, "same")):
         monkeypatch.setattr(devices, "detect_devices", lambda device, room=room: devices.Devices("cpu", 2, room, None))

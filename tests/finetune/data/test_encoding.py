@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tokenizers import Tokenizer, models, processors
 from transformers import PreTrainedTokenizerFast
@@ -182,6 +184,8 @@ def test_templates():
         Template("{txt}", "task.prompt").fill(row(text="a"))
     with pytest.raises(ValueError, match=r"^column 'x' is a list"):
         Template("{x}", "task.prompt").fill(row(x=[1]))
+    with pytest.raises(ValueError, match=r"^column 'answer' is a list"):  # the column of the file, not `completion`
+        Template("{completion}", "task.completion").fill(replace(row(completion=[1]), form="question and answer"))
     assert Completion(prompt="{a} {b}", completion="{a}{c}").columns() == ("a", "b", "c")
     assert Classify().columns() == ("text", "label")
 

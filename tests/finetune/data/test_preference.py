@@ -77,6 +77,7 @@ CHATS = {
     "texts": {"prompt": SAID, "chosen": GOOD, "rejected": BAD},
     "whole": {"prompt": SAID, "chosen": [TURN, *TALKS[0]], "rejected": [TURN, *TALKS[1]]},
     "no prompt": {"chosen": [TURN, *TALKS[0]], "rejected": [TURN, *TALKS[1]]},
+    "JSON": {"chosen": json.dumps([TURN, *TALKS[0]]), "rejected": json.dumps([TURN, *TALKS[1]])},
     "ShareGPT": {
         "conversations": [{"from": "human", "value": SAID}],
         "chosen": {"from": "gpt", "value": GOOD},
@@ -94,8 +95,9 @@ def test_conversations_in_every_form_are_one_pair(form, tokenizer, tmp_path):
     other = shown(one.rejected_ids, one.rejected_labels, tokenizer)
     assert SAID in text and text.partition("[")[0] == other.partition("[")[0]
     assert GOOD in text.partition("[")[2] and BAD in other.partition("[")[2]
-    (asked,), _ = task.input_format.build_prompts([Row({"prompt": [TURN]}, "0", "f:1")], tokenizer)
-    assert asked.ids == one.input_ids[: len(asked.ids)], "an answer is asked for as it was trained"
+    for prompt in ([TURN], json.dumps([TURN])):
+        (asked,), _ = task.input_format.build_prompts([Row({"prompt": prompt}, "0", "f:1")], tokenizer)
+        assert asked.ids == one.input_ids[: len(asked.ids)], "an answer is asked for as it was trained"
 
 
 def test_a_template_that_leaves_something_out_of_pairs_is_told_of(tokenizer, tmp_path):
@@ -120,6 +122,13 @@ def test_single_answers_are_for_kto_and_labels_say_which(tokenizer, tmp_path):
     assert encoded.notes == ("4 single answers, known by the columns completion and label",)
     with pytest.raises(UserError, match="no column 'chosen'"):
         read(tmp_path, records, Preference())
+    turns = [{"prompt": SAID, "completion": TALKS[0], "label": True}]
+    with pytest.raises(UserError, match=r"column 'completion' holds turns of a conversation; set task.chat: true"):
+        encode(read(tmp_path, turns, task), task=task, tokenizer=tokenizer, max_length=200)
+    talk, chat = [TURN, *TALKS[0]], Preference(loss="kto", chat=True)
+    forms = [read(tmp_path, [{"messages": form, "label": 1}], chat) for form in (talk, json.dumps(talk))]
+    first, second = (encode(form, task=chat, tokenizer=tokenizer, max_length=200).examples for form in forms)
+    assert first == second
 
 
 def test_columns_on_disk_give_back_the_examples(tokenizer, tmp_path):
@@ -146,6 +155,17 @@ def test_the_prompt_loses_its_left_for_the_longer_answer(tokenizer):
     assert dict(encoded.lengths) == {15: 1}
     short = encode([row], task=Preference(), tokenizer=tokenizer, max_length=6)
     assert (short.cut_answers, short.lost_prompts) == (1, 1)
+
+
+@pytest.mark.parametrize("prompt", ["word " * 10, "word " * 14_000], ids=["beyond", "far beyond"])
+def test_a_pair_whose_answers_begin_beyond_the_limit_is_too_long(prompt, tokenizer):
+    rows = [Row({"prompt": prompt, "chosen": GOOD, "rejected": BAD}, "0", "f:1")]
+    how = {"task": Preference(chat=True), "tokenizer": tokenizer, "max_length": 40}
+    dropped = encode(rows, overlong="drop", **how)
+    assert (dropped.examples, dropped.dropped, dropped.skipped) == ([], 1, [])
+    for overlong, says in (("refuse", "f:1: this sample is longer than"), (None, "f:1: .* leave nothing of an answer")):
+        with pytest.raises(UserError, match=says):
+            encode(rows, overlong=overlong, **how)
 
 
 BAD_ROWS = {

@@ -99,6 +99,15 @@ def test_a_run_goes_whole_and_what_says_finished_last(finished: Path, place: str
     assert sorted(sent[-4:]) == sorted(last) and sent[-2:] == last[-2:]
 
 
+def test_what_submitit_left_of_a_study_stays(finished: Path, place: str, capsys) -> None:
+    expected = {*here(finished), "cells/a.json", UPLOAD_RECORD} - LEFT_OUT
+    for name in ("cells/a.json", "slurm/7_0_result.pkl", "slurm/7_0_log.out"):
+        (finished / name).parent.mkdir(exist_ok=True)
+        (finished / name).write_text("x", encoding="utf-8")
+    assert run(["push", str(finished), place]) == 0
+    assert there(place).keys() == expected
+
+
 def test_an_upload_that_broke_off_goes_on(finished: Path, place: str, sent: list[str], monkeypatch, capsys) -> None:
     put = uploads._StoreLocation.put
 
@@ -164,6 +173,7 @@ def test_another_content_at_the_place_is_refused(finished: Path, place: str, cap
 
 
 def test_a_stranger_beside_the_upload_is_refused(finished: Path, place: str, capsys) -> None:
+    (finished / "README.md").write_bytes(b"f\xfcr alle, in Latin-1")
     assert run(["push", str(finished), place]) == 0
     STORE.pipe_file(f"{place}/adapter/more.bin", b"x")
     assert run(["push", str(finished), place]) == 2

@@ -9,6 +9,7 @@ import json
 import lzma
 import sys
 import tracemalloc
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from flatshift.finetune.data import formats
 from flatshift.finetune.data.config import Columns
 from flatshift.finetune.data.files import describe_files, expand_files
 from flatshift.finetune.data.formats import HubName
+from flatshift.finetune.data.labels import read_number
 from flatshift.finetune.data.rows import canonical_label, limit_rows, read_rows, require_rows
 from flatshift.finetune.errors import UserError
 from tests.support.data_models import write_jsonl
@@ -208,6 +210,9 @@ def test_columns_are_mapped_and_may_swap(tmp_path):
     assert row.values == {"text": "first", "text2": "second", "label": "1", "id": "n", "y": 1, "name": "n"}
     assert row.id == "n"
     assert row.record == {"text": "second", "text2": "first", "y": 1, "name": "n"}
+    path = write_jsonl(tmp_path / "c.jsonl", [{"text": "a", "id": 7}, {"text": "b", "id": 7}])
+    rows = list(read_rows([str(path)], columns=Columns(id="\0"), required=("text", "id")))
+    assert [(row.id, row.values["id"]) for row in rows] == [("0-0", 7), ("0-1", 7)], "a column as any other"
 
 
 def test_given_ids_must_be_unique_over_all_files(tmp_path):
@@ -277,6 +282,10 @@ def test_parquet(tmp_path):
     assert describe_files([str(path)])[0]["rows"] == 50
     path.write_bytes(path.read_bytes()[:-20])
     assert f"{path}: " in refused(path) and "Parquet" in refused(path)
+    decimals = {"text": ["a", "b"], "id": [Decimal(2**70), Decimal(1)], "label": [Decimal("1.50"), Decimal(-3)]}
+    pq.write_table(pa.table(decimals), path)
+    rows = list(read_rows([str(path)], label=read_number))
+    assert [(row.id, row.values["label"]) for row in rows] == [(str(2**70), 1.5), ("1", -3.0)]
 
 
 def test_a_hub_name_has_a_configuration_a_revision_and_a_split():
@@ -365,6 +374,10 @@ def test_fields_between_semicolons(tmp_path):
     """As spreadsheets write it where the comma stands in numbers; a header with a comma is one of commas."""
     (tmp_path / "a.csv").write_text('text;label\n"a; b";1,5\n')
     assert [row.values["text"] for row in read_rows([str(tmp_path / "a.csv")])] == ["a; b"]
+    (tmp_path / "a.csv").write_text('\n"text";"a, b"\n"a; b";1\n')  # as R writes it
+    assert [row.values["text"] for row in read_rows([str(tmp_path / "a.csv")])] == ["a; b"]
+    (tmp_path / "a.csv").write_text("text\tlabel\na, b\t1\n")
+    assert [row.values["text"] for row in read_rows([str(tmp_path / "a.csv")])] == ["a, b"]
     (tmp_path / "b.csv").write_text("text,note\na;b,c\n")
     assert [row.values["text"] for row in read_rows([str(tmp_path / "b.csv")])] == ["a;b"]
 
@@ -375,6 +388,8 @@ def test_formats_that_are_not_rows(tmp_path):
     assert "unknown format '.doc'; known are JSONL" in refused(tmp_path / "a.doc")
     (tmp_path / "a.jsonl").write_text('[\n{"text": "a"}\n]')
     assert "a JSON array; name the file .json" in refused(tmp_path / "a.jsonl")
+    (tmp_path / "a.json").write_text('{\n"text": "a"\n}\n{\n"text": "b"\n}')
+    assert "a.json:1: a JSON object over several lines; write one object a line" in refused(tmp_path / "a.json")
     (tmp_path / "b.jsonl").write_bytes('{"text": "a"}\n'.encode("utf-16"))
     assert "is UTF-16; save it as UTF-8" in refused(tmp_path / "b.jsonl")
 

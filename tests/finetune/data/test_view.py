@@ -100,7 +100,8 @@ def test_pieces_know_their_source(tmp_path: Path):
     cut = view.cut([[(0, 3), (4, 13)], None, [], [(0, 1)]])
     assert list(cut.ids) == ["a#0", "a#1", "0-1", "0-3#0"] and list(cut.texts) == ["one", "two three", "four", " "]
     piece = cut[1]
-    assert piece.record == {"body": "two three", "key": "a", "source_id": "a", "start": 4, "end": 13}
+    place = {"source_id": "a", "start": 4, "end": 13}
+    assert piece.record == {"body": "two three", "key": "a", "source": {"start": "mine"}, **place}
     assert piece.values["text"] == "two three" and piece.values["id"] == "a#1" and piece.index == 0
     assert cut[2] == view[1], "a row left whole is itself"
     twice = cut.take([1, 2]).cut([[(0, 3), (4, 9)], [(1, 4)]])
@@ -129,6 +130,8 @@ def test_values_json_does_not_know_and_text_that_is_none(tmp_path: Path):
     )
     view = spill_rows([made], tmp_path / "s", columns=Columns())
     assert view[0].record == {"text": "x", "when": "2026-01-02"} and view.domains() is None
+    empty = Row({"text": "x", "domain": ""}, "i", "f:1", {"text": "x", "domain": ""})
+    assert spill_rows([empty], tmp_path / "s", columns=Columns()).domains() is None, "an empty cell of a CSV file"
     half = Row({"text": "x", "domain": "\ud800"}, "i", "f:7", {"text": "x"})
     with pytest.raises(UserError, match="f:7: the domain has half of a surrogate pair"):
         spill_rows([half], tmp_path / "s", columns=Columns())

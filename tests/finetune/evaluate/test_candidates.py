@@ -108,6 +108,7 @@ def test_worked_examples_are_named_draws_and_never_the_row_itself(monkeypatch):
             assert context.count(f"{one.values['text']},") == 1 and context.count("right?") == 11
     again = rank_rows(model, TOKENIZER, rows, rows, asked, HOW, window=4096)
     assert again.predictions == found.predictions and found.right.shape == (1, 12)
+    assert found.figures["accuracy"].share  # of one seed: at 0 and 1 its interval is exact
 
 
 def test_examples_that_do_not_fit_are_left_out_whole_and_counted(monkeypatch):

@@ -285,6 +285,11 @@ def test_refusals_name_the_nearest_fix():
         check_generative(Classify())
     with pytest.raises(UserError, match=r"prompt 2: 90 tokens and --max-new-tokens 8 do not fit .* 96 positions"):
         written(model, prompts=[[1, 5], [5] * 90])
+    with pytest.raises(UserError, match=r"rows\.jsonl:3: 90 tokens and --max-new-tokens 8 do not fit"):
+        asked = continue_prompts(
+            model, [[5] * 90], Decoding(max_new_tokens=8), EvalBatching(1, PAD), end=EOS, names=["rows.jsonl:3"]
+        )
+        next(asked)
     with pytest.raises(UserError, match="prompt 1 is empty"):
         written(model, prompts=[[]])
     with pytest.raises(ValueError, match="top_p limits draws"):
@@ -292,4 +297,11 @@ def test_refusals_name_the_nearest_fix():
     with pytest.raises(ValueError, match="num_beams"):
         Decoding(temperature=1.0, num_beams=2)
     assert LanguageModel().input_format.columns() == ("text",)
-    assert Completion(prompt="{text}?").input_format.render(row(text="why")) == "why?"
+    asks = Completion(prompt="{text}?").input_format
+    assert asks.render(row(text="why")) == "why?"
+    rows = [row(0, text=["no", "text"]), row(1, text="why")]
+    prompts, skipped = asks.build_prompts(rows, TOKENIZER, bad_rows="skip")
+    assert [(p.id, p.text, p.where) for p in prompts] == [("0-1", "why?", "rows.jsonl:2")]
+    assert len(skipped) == 1 and skipped[0].startswith("rows.jsonl:1: column 'text'")
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: column 'text'"):
+        asks.build_prompts(rows, TOKENIZER)

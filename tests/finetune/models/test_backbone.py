@@ -276,6 +276,38 @@ def test_a_hub_name_in_the_cache_loads_without_a_network(llama, tmp_path, offlin
         open_backbone("somebody/tiny")
 
 
+@pytest.mark.parametrize("lost", ["tokenizer", "model-00002", ""], ids=["tokenizer", "shard", "nothing"])
+def test_a_part_in_the_cache_is_completed_by_the_hub(llama, tmp_path, monkeypatch, lost):
+    whole, part = (Path(shutil.copytree(llama, tmp_path / name)) for name in ("whole", "part"))
+    byte_tokenizer().save_pretrained(part)
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002.safetensors"}}
+    for file in (part / "model.safetensors.index.json", part / "model-00002.safetensors"):
+        file.write_text(json.dumps(index))
+    for file in part.glob(f"{lost}*") if lost else ():
+        file.unlink()
+    fetch = lambda name, local_files_only=False, **options: part if local_files_only else whole  # noqa: E731
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HTTPS_PROXY", "http://localhost:1")  # so the hub counts as reachable
+    assert open_backbone(f"somebody/without{lost}").directory == (whole if lost else part)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert open_backbone(f"somebody/offline{lost}").directory == part
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"), [("GatedRepoError", "accept its terms"), ("RepositoryNotFoundError", "no s")]
+)
+def test_a_model_that_the_hub_keeps_back_is_named_so(monkeypatch, name, advice):
+    def fetch(*_, **__):
+        raise type(name, (Exception,), {})("401 Client Error. (Request ID: 1)\n\nAccess is restricted.")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HTTPS_PROXY", "http://localhost:1")
+    with pytest.raises(UserError, match=f"somebody/gated.*{advice}.*hf auth login"):
+        open_backbone("somebody/gated")
+
+
 def test_sentencepiece_and_code_files_belong_to_a_backbone(llama, tmp_path, offline, monkeypatch):
     directory, asked = Path(shutil.copytree(llama, tmp_path / "marian")), []
     before = open_backbone(directory).text_digests

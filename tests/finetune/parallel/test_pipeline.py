@@ -30,6 +30,7 @@ from flatshift.finetune.parallel.pipeline_plan import (
     stages_of,
     virtual_stages,
 )
+from flatshift.finetune.tasks import Classify
 
 
 @dataclass(frozen=True)
@@ -217,3 +218,7 @@ def test_classes_are_cut_by_rows() -> None:
     ids = torch.randint(3, 9, (3, 4))
     pieces = split_micro_batches([Micro({"input_ids": ids}, torch.tensor([2, 0, 1]))], per_micro=2, total=2, pad_id=0)
     assert [piece.labels.tolist() for piece in pieces] == [[2, 0], [1, -100]]
+    logits = torch.randn(2, 3)
+    for task in (Classify(), Classify(loss="squared")):
+        losses = task.example_losses(logits, pieces[1].labels)
+        assert losses[0] == task.example_losses(logits[:1], torch.tensor([1])) and losses[1] == 0

@@ -156,7 +156,7 @@ def test_long_tensors_are_read_in_pieces(llama, monkeypatch):
     materialize(built, "cpu")
     report = load_weights(built, built.checkpoint, layout=TensorParallelLayout(), world=ProcessMesh.alone())
     assert all(torch.equal(a, b) for a, b in zip(built.parameters(), loaded.parameters(), strict=True))
-    assert report.bytes == sum(e.bytes for e in read_index(llama).values()) and report.seconds > 0
+    assert report.bytes == sum(e.bytes for e in read_index(llama).values())
 
 
 def test_local_parts_follow_fused_runs():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -10,9 +12,10 @@ import torch
 from torch import nn
 
 from flatshift.experiments.recipe import from_override, load_recipe
+from flatshift.experiments.workflows.context import _report_capacity
 from flatshift.experiments.workflows.train import train
 from flatshift.finetune.adapters.adapter import trainable
-from flatshift.finetune.config import Optimizer
+from flatshift.finetune.config import Adapter, Mesh, Optimizer, Train
 from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.planner.capacity import Capacity, bits_per_label
@@ -74,6 +77,26 @@ def test_labels_of_a_run_are_counted_once(task, mixture):
         met = np.bincount(np.searchsorted(ends, seen, side="right"), minlength=len(sources))
         expected = sum(n * source.mean() for n, source in zip(met, sources, strict=True))
         assert batches.labels(steps) == pytest.approx(expected, abs=1, rel=0.25 if task.pack else 0)
+
+
+@pytest.mark.parametrize(("fixed", "ep", "said"), [(None, 1, "136"), (("a",), 1, "72"), (None, 2, None)])
+def test_what_does_not_move_stores_nothing(fixed, ep, said):
+    """Nor is it said of a part of the experts."""
+    lines: list[str] = []
+    parameters = {"q.lora_A.weight": torch.zeros(4, 16), "q.lora_B.weight": torch.zeros(18, 4)}
+    context: Any = SimpleNamespace(
+        recipe=SimpleNamespace(mesh=Mesh(dp=2, ep=ep), adapter=Adapter(rank=4)),
+        console=SimpleNamespace(outline=lambda short, long: lines.extend(long)),
+    )
+    plan: Any = SimpleNamespace(
+        prepared=SimpleNamespace(label_names=None),
+        task=LanguageModel(),
+        train=Train(),
+        optimizer=Optimizer(fixed=fixed),
+    )
+    loader: Any = SimpleNamespace(labels=lambda steps: 1000)
+    _report_capacity(context, plan, cast(Any, SimpleNamespace(parameters=parameters)), loader)
+    assert [line.split()[1] for line in lines] == ([] if said is None else [said])
 
 
 @pytest.mark.parametrize(("rank", "printed"), [(1, True), pytest.param(64, False, marks=pytest.mark.slow)])

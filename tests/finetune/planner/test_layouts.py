@@ -20,8 +20,10 @@ from flatshift.finetune.planner.layouts import is_allowed, resolve_mesh
 from flatshift.finetune.planner.rules import RuleSettings, check_settings
 from flatshift.finetune.planner.sizes import BackboneSizes, read_sizes
 from flatshift.finetune.planner.throughput import RooflineConstants
-from flatshift.finetune.tasks import LanguageModel
+from flatshift.finetune.tasks import Classify, LanguageModel
 from flatshift.regularizers.config import SAM, Plain
+from tests.support.finetune_models import save_backbone
+from tests.support.seq2seq_models import save_encoder_decoder
 
 GIB = 2**30
 NODE = Devices("cuda", 8, 78 * GIB)  # eight devices of 80 GB
@@ -116,10 +118,12 @@ def test_the_estimate_is_what_a_run_counts(precision: str) -> None:
     assert guess.weights == pytest.approx(counted.backbone, rel=1e-4)
     assert guess.adapter == counted.adapter + counted.gradients + counted.optimizer
     assert guess.activations == pytest.approx(counted.activations, rel=0.06)
+    fixed = memory_plan(model, train=train, optimizer=Optimizer(fixed=("a",))).optimizer
+    assert fixed == 8 * sum(p.numel() for name, p in model.named_parameters() if ".lora_B." in name)
     sizes = BackboneSizes.read(directory, adapter)
     for kind in ("lora-muon", "riemannian", "gauss-newton"):
         guess = predict_footprint(sizes, mesh=Mesh(), adapter=adapter, train=train, optimizer=kind)
-        counted = memory_plan(model, train=train, kind=kind)
+        counted = memory_plan(model, train=train, optimizer=Optimizer(kind=kind, clip=None))
         assert guess.adapter == counted.adapter + counted.gradients + counted.optimizer
 
 
@@ -132,6 +136,19 @@ def test_adapters_on_embeddings_are_counted() -> None:
     model = attach_adapter(load_backbone(directory, task=LanguageModel()), adapter, task=LanguageModel(), seed=0)
     counted = sum(values.numel() for values in trainable(model).values())
     assert BackboneSizes.read(directory, adapter).adapter == counted
+
+
+@pytest.mark.parametrize("kind", ["roberta", "t5"])
+def test_heads_of_classes_are_counted(kind: str, tmp_path: Path) -> None:
+    from flatshift.finetune.adapters.adapter import attach_adapter, trainable
+    from flatshift.finetune.models.load import load_backbone
+
+    task = Classify()
+    folder = save_encoder_decoder(kind, tmp_path / kind) if kind == "t5" else save_backbone(kind, tmp_path / kind)
+    backbone = load_backbone(folder, task=task, label_names=("a", "b", "c"))
+    tensors = trainable(attach_adapter(backbone, LORA, task=task, seed=0))
+    counted = sum(values.numel() for name, values in tensors.items() if not name.endswith("bias") or values.numel() > 3)
+    assert BackboneSizes.read(folder, LORA).under(task, classes=3).adapter == counted
 
 
 def test_moments_in_eight_bits_are_what_a_run_counts(small: Path) -> None:
@@ -198,6 +215,11 @@ def test_copies_where_the_backbone_fits(small: Path) -> None:
     axes, why = pick(small, devices=NODE)
     assert axes == {"replicate": 8}
     assert "replicate 8 needs 23.1 GiB a rank of 68.7 GiB (15.0 GiB weights + " in why
+
+
+def test_precisions_to_come_are_two_bytes_on_a_gpu(small: Path) -> None:
+    said = [pick(small, devices=NODE, train={"precision": precision}) for precision in ("auto", "bf16")]
+    assert said[0] == said[1]
 
 
 def test_shards_inside_a_node_and_copies_across(large: Path) -> None:

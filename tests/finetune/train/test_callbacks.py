@@ -14,7 +14,8 @@ from flatshift.finetune.data.example import Example
 from flatshift.finetune.errors import Interrupted, UserError
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.run_directory import RunDirectory, read_metrics
-from flatshift.finetune.tasks import LanguageModel
+from flatshift.finetune.tasks import Classify, LanguageModel
+from flatshift.finetune.train.callbacks import Callbacks
 from flatshift.finetune.train.checkpointer import checkpoint_steps as saved_steps
 from flatshift.finetune.train.stage import TrainingStage
 from flatshift.finetune.train.trainer import Trainer
@@ -148,6 +149,41 @@ def test_early_stopping_of_transformers_is_our_patience_and_survives_a_resume(so
     with pytest.raises(Interrupted):
         fit(source, tmp_path / "run", [EarlyStoppingCallback(early_stopping_patience=3)], stop_at=stop_at, **how)
     assert fit(source, tmp_path / "run", [EarlyStoppingCallback(early_stopping_patience=3)], **how) == theirs
+
+
+def test_every_dev_metric_is_reported_so_that_early_stopping_finds_that_of_train_best():
+    stage = TrainingStage(
+        **dict.fromkeys(("name", "batches", "evaluate", "regularizer", "seed")), task=Classify(), dev=examples(1),
+        optimizer=Optimizer(), train=Train(best="f1_macro"), run=RunDirectory("run"), callbacks=[heard := Heard()],
+    )  # fmt: skip
+    row = {"split": "dev", "attempt": 1, "step": 3, "loss": 1.0, "f1_macro": 0.5, "tokens": 9, "time_s": 1.0}
+    Callbacks(stage, is_main=True, objects={}).report(row)
+    assert heard.told == [("eval_f1_macro", {"eval_loss": 1.0, "eval_f1_macro": 0.5})]
+
+
+class Heard(TrainerCallback):
+    def __init__(self):
+        self.told = []
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        self.told.append((args.metric_for_best_model, metrics))
+
+
+class StopsAfterEvaluation(TrainerCallback):
+    def on_evaluate(self, args, state, control, **kwargs):
+        control.should_training_stop = True
+
+
+def test_a_stage_that_resumes_in_a_dev_evaluation_ends_where_it_would_have_ended(source, tmp_path):
+    dev, run = examples(), tmp_path / "run"
+    whole = fit(source, tmp_path / "whole", [StopsAfterEvaluation()], dev=dev, eval_every=2)
+    with pytest.raises(Interrupted, match="dev evaluation after step 2"):
+        fit(source, run, [StopsAfterEvaluation()], dev=dev, eval_every=2, stop_at=2)
+    assert fit(source, run, [StopsAfterEvaluation()], dev=dev, eval_every=2) == whole and whole.steps == 2
+    with pytest.raises(Interrupted, match="after step 3 of 6"):
+        fit(source, tmp_path / "short", [], dev=dev, stop_at=3)
+    ended = fit(source, tmp_path / "short", [], steps=3, dev=dev)  # fewer steps: those that it has made
+    assert ended.best_step == ended.steps == 3 and ended.best_dev_loss is not None
 
 
 def test_what_has_no_meaning_is_said(source, tmp_path):

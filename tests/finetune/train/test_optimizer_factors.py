@@ -153,6 +153,9 @@ def test_fixed_a_is_the_geometry_of_b():
     assert "x.lora_A.weight" not in ours.parameters and len(ours.pairs) == 1
     assert not torch.equal(ours.parameters["x.lora_B.weight"], start["x.lora_B.weight"])
     assert torch.equal(ours.pairs[0][0], start["x.lora_A.weight"])
+    stage = AdapterOptimizer({"score.weight": torch.nn.Parameter(torch.ones(2, 2))}, Optimizer(fixed=("head",)))
+    stage.step(1.0)  # a pipeline's last stage may hold fixed parameters alone
+    assert not stage.parameters and not any(stage.moments().values())
 
 
 def test_embeddings_and_lone_factors_are_no_pairs():

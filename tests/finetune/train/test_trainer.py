@@ -20,10 +20,10 @@ from flatshift.finetune.models.fingerprint import checksum
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.planner.memory import memory_plan, plan_lines
 from flatshift.finetune.run_directory import RunDirectory, read_metrics
-from flatshift.finetune.tasks import Classify, LanguageModel
+from flatshift.finetune.tasks import Chat, Classify, LanguageModel, Preference
 from flatshift.finetune.train.checkpointer import checkpoint_steps as saved_steps
 from flatshift.finetune.train.divergence import Diverged
-from flatshift.finetune.train.stage import TrainingStage
+from flatshift.finetune.train.stage import TrainingStage, check_metric
 from flatshift.finetune.train.trainer import Trainer
 from flatshift.regularizers import GGPO, Plain, build
 from tests.support.finetune_models import IGNORED, ListBatches, PadOnly, RandomBatches, save_backbone
@@ -356,3 +356,10 @@ def test_classification_keeps_the_most_accurate_or_the_least_surprised(best, sou
 def test_accuracy_cannot_choose_a_language_model(sources, tmp_path):
     with pytest.raises(UserError, match="classification"):
         fit(model_of(sources["llama"]), RunDirectory.create(tmp_path / "run"), dev=examples(), best="accuracy")
+    for task, metric, said in (
+        (Preference(loss="kto"), "preference_accuracy", "is of pairs, and dev rows are single answers"),
+        (Chat(score="generate"), "exact_match", "train.max_length cuts off that of every dev row"),
+    ):
+        check_metric(metric, task, "train.best")
+        with pytest.raises(UserError, match=f"train.best: {metric} .*{said}"):
+            check_metric(metric, task, "train.best", examples())

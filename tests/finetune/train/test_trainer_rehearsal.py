@@ -40,6 +40,7 @@ from tests.support.finetune_models import PadOnly, RandomBatches, save_backbone
 from tests.support.seq2seq_models import save_encoder_decoder
 
 LM = LanguageModel()
+COVERING = cases.covering_cases()
 
 
 # --------------------------------------------------------------------------------------------- the whole step
@@ -51,7 +52,10 @@ FAKE_BACKWARD = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUD
 
 
 @pytest.mark.parametrize("on", ["meta", pytest.param("cuda", marks=[FAKE_BACKWARD, pytest.mark.gpu])])
-@pytest.mark.parametrize("case", cases.covering_cases(), ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=str(case), marks=[pytest.mark.slow] * (n % 3 > 0)) for n, case in enumerate(COVERING)],
+)
 def test_no_update_waits_unless_it_is_read(case, on):
     found = cases.rehearse(case, on=on)
     assert [list(map(str, update)) for update in found.updates] == [[]] * 2  # of three, the first is apart

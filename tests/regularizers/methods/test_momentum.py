@@ -452,6 +452,7 @@ def test_states_of_anything_else_are_refused(name: str) -> None:
         (MGPO(), "sign", 0),
         (MGPO(form="code"), "sign", 2),
         (MGPO(form="code"), "clamp", 0.0),
+        (MGPO(), "clamp", 5.0),
         (MSAM(), "rho", float("inf")),
         (MSAM(), "momentum", -0.5),
         (MSAM(), "sign", 3),

@@ -40,9 +40,10 @@ def test_losses_that_cannot_be_measured() -> None:
     [
         ({"sigmas": (0.1, -0.1)}, r"sharpness\.sigmas.*numbers > 0"),
         ({"rhos": (math.nan,)}, r"sharpness\.rhos"),
-        ({"rhos": (0.1, 0.1)}, "different"),
+        ({"rhos": (0.1, 0.1 + 1e-9)}, "different"),
         ({"spaces": ("adapters",)}, r"sharpness\.spaces.*`adapter`, `full`"),
         ({"spaces": ()}, r"sharpness\.spaces"),
+        ({"spaces": "adapter"}, "adapter is not a list of"),
         ({"draws": 0}, r"sharpness\.draws: 0 is not a number ≥ 1"),
         ({"line_points": 4}, "odd"),
         ({"plane_points": 1}, "0 or an odd number ≥ 3"),

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -85,11 +86,13 @@ def test_a_damaged_shard_is_computed_again(tmp_path: Path, damage: str):
 
 
 def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path):
-    dead, living = tmp_path / f".x.npy.{2**22 + 7}.ab.tmp", tmp_path / f".y.npy.{os.getpid()}.cd.tmp"
-    for file in (dead, living):
-        file.write_bytes(b"part")
-    FeatureCache(tmp_path).features(TEXTS, Embed(), key="k")
-    assert not dead.exists() and living.exists()
+    dead = tmp_path / ".x.npy.ab.tmp"
+    dead.write_bytes(b"part")
+    os.utime(dead, (time.time() - 2 * 86400,) * 2)
+    with atomic_file(tmp_path / "y.npy") as handle:  # as another machine would, whose processes are not known here
+        handle.write(b"whole")
+        FeatureCache(tmp_path).features(TEXTS, Embed(), key="k")
+    assert not dead.exists() and (tmp_path / "y.npy").read_bytes() == b"whole"
 
 
 @pytest.mark.parametrize(

@@ -154,3 +154,6 @@ def test_select_reads_it_as_it_reads_one_file(tmp_path, capsys):
     write_manifest(tmp_path / "other")
     assert run(tmp_path / "other", "wrong") == 2
     assert "row 25 of" in (said := capsys.readouterr().err) and "'pool26'" in said and "'pool25'" in said
+    pool = (tmp_path / "pool.jsonl").read_text()
+    (tmp_path / "pool.jsonl").write_text(pool.replace('"pool25"', '"pool25#1"'))
+    assert run(shards, "wrong") == 2 and "'pool25#1'" in capsys.readouterr().err

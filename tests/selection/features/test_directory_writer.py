@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from flatshift.selection import SelectionError
-from flatshift.selection.features import ShardWriter, open_directory, write_manifest
-from flatshift.selection.features.tfidf import HashedNgrams
+from flatshift.selection.features import HashedNgrams, ShardWriter, open_directory, write_manifest
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
 TEXTS = [" ".join(WORDS[(i + k * (i % 3) + k * k) % 8] for k in range(3 + i % 9)) for i in range(1300)]
@@ -57,6 +56,9 @@ def test_tasks_leave_a_directory_that_is_read_as_one_matrix(tmp_path) -> None:
     found = open_directory(tmp_path / "features")
     assert list(found.ids()) == [f"r{i}" for i in range(1300)]
     np.testing.assert_array_equal(np.asarray(found), embed(TEXTS).astype(np.float16))
+    numbered = [SimpleNamespace(text="a", id=7, metadata={})]  # as datatrove reads {"id": 7}
+    assert list(ShardWriter(tmp_path / "numbered", embed)(numbered)) == numbered
+    assert (tmp_path / "numbered" / "part-00000.ids").read_text() == "7\n"
     bare = ShardWriter(tmp_path / "bare", embed, ids=False)
     list(bare(documents(0, 3) + documents(3, 9, "b.jsonl")))
     assert [file.name for file in (tmp_path / "bare").iterdir()] == ["part-00000.npy"], "one task may read all files"

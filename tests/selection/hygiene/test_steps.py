@@ -253,7 +253,7 @@ def test_what_another_tool_listed_goes_first_and_with_its_reason(limit: int, mon
 
 
 def test_a_list_that_was_not_read_or_is_of_another_pool_is_refused() -> None:
-    with pytest.raises(SelectionError, match="pass it as listed"):
+    with pytest.raises(SelectionError, match=r"clean_pool reads no files.* pass it as listed"):
         clean_pool(["a"], Hygiene(drops=("answer.csv",)))
     listed = DropList(memory=1 << 16)
     listed.add(["a"], [""], [""])

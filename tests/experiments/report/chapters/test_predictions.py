@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -108,13 +109,18 @@ def test_empty_columns_are_left_out() -> None:
 
 
 def test_a_caption_of_verdicts_explains_the_columns_that_are_there(monkeypatch) -> None:
-    monkeypatch.setattr(sweep_verdicts, "_verdict_row", lambda judged: judged)
-    bare = sweep_verdicts.verdict_table([["rank", "–", "undecided", *["–"] * 6]], 0.01)
+    monkeypatch.setattr(sweep_verdicts, "_verdict_row", lambda judged: judged.row)
+
+    def table(*row: str) -> Table:
+        return sweep_verdicts.verdict_table([SimpleNamespace(row=row, curve=SimpleNamespace(fit="fit"))], 0.01, 0.0033)
+
+    bare = table("rank", "–", "undecided", *["–"] * 6)
     assert bare.columns == ["along", "verdict"] and bare.caption.startswith("One verdict per curve")
     words = ("Height", "80 % power", "Threshold", "Training loss p")
     assert not any(word in bare.caption for word in words)
-    full = sweep_verdicts.verdict_table([["rank", "a = 1", "peak", "0.01", "4", "0.2", "0.1", "8", "0.5"]], 0.01)
-    assert all(word in full.caption for word in words) and "crosses 0.01" in full.caption
+    full = table("rank", "a = 1", "peak", "0.01", "4", "0.2", "0.1", "8", "0.5")
+    assert all(word in full.caption for word in words) and "the mean fit crosses 0.01" in full.caption
+    assert "with its 99.67 % interval" in full.caption
 
 
 def test_the_page_says_what_the_adapter_changed(tmp_path: Path) -> None:

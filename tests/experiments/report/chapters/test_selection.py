@@ -44,12 +44,15 @@ def checks() -> dict:
     return {**found.summary(), "of_targets": 40, "warnings": warned, "coverage": COVERAGE}
 
 
-def page(folder: Path, checks: dict | None) -> str:
-    """The words of the page of a selection with these checks."""
+def page(folder: Path, checks: dict | None, hygiene: dict | None = None, **about: object) -> str:
+    """The words of the page of a selection with these checks and further entries."""
     selection(folder)
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    manifest["selection"] |= about
     if checks is not None:
         manifest["selection"]["checks"] = checks
+    if hygiene is not None:
+        manifest["hygiene"] = hygiene
     (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     text = build_report([folder], out=folder / "report.html", plots=True).read_text(encoding="utf-8")
     assert "<b>freeze</b>" not in text, "texts of users are escaped"
@@ -88,6 +91,38 @@ def test_samples_and_small_targets_are_said(tmp_path: Path, checks: dict) -> Non
     assert "too few rows to hold half of them out" in words and "Unseen:" not in words
 
 
+@pytest.mark.parametrize(
+    ("about", "said", "not_said"),
+    [
+        ({"method": "domains", "short": ["news"]}, "domains with fewer records than their share", "below the minimum"),
+        ({"method": "round-robin", "taken": 7}, "records taken in turn 7", "looked for"),
+        ({"method": "cynical", "taken": 7, "short": 2}, "records below the minimum 2", "in turn"),
+    ],
+)
+def test_a_diagnostic_is_named_as_its_method_means_it(tmp_path: Path, about: dict, said: str, not_said: str) -> None:
+    words = page(tmp_path / "run", None, **about)
+    assert said in words and not_said not in words
+
+
+def test_counts_are_of_what_they_say(tmp_path: Path) -> None:
+    hygiene = {"records": 10, "kept": 7, "dropped": {"exact-duplicate": 3}, "cut": 0, "pieces": 0}
+    side = {"words": [1.0, 2.0, 3.0], "repeats": 0.0}
+    profile = {name: side | {"texts": n} for name, n in (("selection", 1), ("target", 13), ("pool", 2000))}
+    words = page(tmp_path / "run", None, hygiene, profile=profile | {"warnings": []})
+    assert "10 records were read, 7 remained after these steps." in words and "took part" not in words
+    assert "Texts compared: 1 of the selection, 13 of the target, 2,000 of the pool." in words
+
+
 def test_no_check_no_section(tmp_path: Path) -> None:
     words = page(tmp_path / "run", None)
     assert "bring the pool nearer" not in words and "cannot serve" not in words
+
+
+def test_warnings_of_a_profile_keep_their_names(tmp_path: Path) -> None:
+    page(tmp_path / "run", None)
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text(encoding="utf-8"))
+    sides = {side: {"words": [1, 2, 3], "repeats": 0.0, "texts": 9} for side in ("selection", "target", "pool")}
+    manifest["selection"]["profile"] = {**sides, "warnings": ["most target texts are in Cyrillic script"]}
+    (tmp_path / "run" / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    text = build_report([tmp_path / "run"], out=tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "Most target texts are in Cyrillic script" in text

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from flatshift.cli import run
-from flatshift.experiments.report.chapters.sweep import next_value_effects
+from flatshift.experiments.report.chapters.sweep import next_value_effects, sweep_finding
 from flatshift.experiments.results.analysis import SweepAnalysis
 from flatshift.experiments.results.sweep import read_sweep
 from tests.support.sweep_tables import cells
@@ -43,6 +43,10 @@ def test_a_sweep_at_work_has_its_page(tmp_path: Path) -> None:
     assert run(["report", str(directory)]) == 0
     page = (directory / "report.html").read_text(encoding="utf-8")
     assert "test error" in page and "3 of 12 cells have no result yet" in page
+    data = read_sweep(sweep_at(tmp_path / "half", done=6))
+    assert data is not None
+    assert "ends at 4, as far as cells are finished" in next_value_effects(data, SweepAnalysis(data))
+    assert sweep_finding(data, SweepAnalysis(data)).startswith("With 6 of 12 cells finished, mean test error is lowest")
 
 
 def test_null_on_an_axis_of_numbers_has_its_page(tmp_path: Path) -> None:

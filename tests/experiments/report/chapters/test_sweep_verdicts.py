@@ -4,11 +4,13 @@ import json
 
 import pytest
 
-from flatshift.experiments.report.chapters.sweep import sweep_finding, sweep_sections
+from flatshift.experiments.report import formats
+from flatshift.experiments.report.chapters.sweep import sweep_finding, sweep_sections, sweep_tiles
 from flatshift.experiments.report.charts.curve import curve_chart, train_test_series
 from flatshift.experiments.report.page import build_report
-from flatshift.experiments.results.analysis import SweepAnalysis
+from flatshift.experiments.results.analysis import SweepAnalysis, compare_settings
 from flatshift.experiments.results.run import read_run
+from flatshift.experiments.statistics.peak import plan_looks
 from tests.support import report_runs
 from tests.support.sweep_tables import cells, rows, words
 
@@ -116,6 +118,75 @@ def test_a_regularizer_is_set_beside_the_plain_arm_on_the_same_seeds(tmp_path):
     assert (setting, base, at) == ("regularizer = ggpo", "plain", "8")
     assert mean.startswith("−0.05") and height.startswith("−0.19") and float(p) < 0.001 and float(peak_p) < 0.001
     assert "regularizer = ggpo vs. plain: It removes the peak at rank 8" in words(sections)
+
+
+def test_tests_at_the_level_of_a_look_are_printed_with_it(tmp_path):
+    """The last of five looks up to 20 seeds tests at 0.33 %: verdicts, heights, and arms beside each other."""
+    curve = {1: 0.5, 4: 0.42, 16: 0.34, 64: 0.3}
+    table = [
+        {**row, "regularizer": kind, "test.error": row["test.error"] + 0.001 * ((row["seed"] * shift + i) % 7)}
+        for kind, shift in (("plain", 7), ("ggpo", 5))
+        for i, row in enumerate(rows(curve, seeds=8, spread=0.001))
+    ]
+    plan = {"level": plan_looks(20)[-1].level}
+    data = cells(tmp_path / "s", table, {"adapter.rank": [*map(str, curve)], "regularizer": ["plain", "ggpo"]}, **plan)
+    said = words(sweep_sections(data, SweepAnalysis(data)))
+    for text in ("at the 0.33% level", "one-sided 99.67% limit", "a peak test at 0.33%", "with 99.67 % intervals"):
+        assert text in said, text
+    assert "0% level" not in said.replace("0.33% level", "") and "100% limit" not in said
+    where = {"regularizer": "ggpo"}, {"regularizer": "plain"}
+    wide, narrow = (
+        compare_settings(data, "adapter.rank", *where, test="test.error", level=level)[1]
+        for level in (data.level, 0.05)
+    )
+    assert {test.level for test in wide.tests} == {data.level} and wide.mean.low < narrow.mean.low
+    (beside,) = [
+        b for s in sweep_sections(data, SweepAnalysis(data)) for b in s.blocks if "vs." in getattr(b, "columns", ())
+    ]
+    assert beside.rows[0][2] == formats.with_interval(wide.mean, plus=True)
+
+
+def test_what_is_no_axis_of_capacity_has_no_threshold_to_compare(tmp_path):
+    table = [
+        {**row, "regularizer": kind, "train.error": 0.05 + row["data.label_noise"]}
+        for kind in ("plain", "ggpo")
+        for row in rows({0.0: 0.3, 0.1: 0.4, 0.2: 0.45}, axis="data.label_noise", seeds=5, spread=0.01)
+    ]
+    data = cells(tmp_path / "s", table, {"data.label_noise": [], "regularizer": ["plain", "ggpo"]})
+    said = words(sweep_sections(data, SweepAnalysis(data)))
+    assert (
+        "regularizer = ggpo vs. plain" in said
+        and "hreshold cannot" not in said
+        and "interpolation threshold:" not in said
+    )
+
+
+def test_a_squared_loss_has_the_threshold_of_its_labels(tmp_path):
+    table = rows({1: 0.5, 2: 0.4, 4: 0.3, 8: 0.2}, seeds=5, spread=0.01)
+    for row in table:
+        row |= {"train.error": 0.01, "train.unexplained": 0.8 / row["adapter.rank"] ** 1.5}
+    data = cells(tmp_path / "s", table, {"adapter.rank": [1, 2, 4, 8]})
+    sections = sweep_sections(data, SweepAnalysis(data))
+    charts = [c for s in sections for b in s.blocks if b.kind == "figures" for c in b.charts]
+    said = words(sections) + "".join(tile.note for tile in sweep_tiles(data, SweepAnalysis(data)))
+    assert "train unexplained = 0.1" in charts[0].raw and "train error = 0.1" not in charts[0].raw
+    named = "the unexplained share of the training labels crosses 0.1"
+    assert said.count(f"mean {named[4:]}") == 2 and f"at which {named}" in said
+    for row in table:
+        row["train.unexplained"] = 0.9
+    data = cells(tmp_path / "none", table, {"adapter.rank": [1, 2, 4, 8]})
+    said = words(sweep_sections(data, SweepAnalysis(data)))
+    assert "Unexplained share of the training labels stays above 0.1" in said and "rain error stays" not in said
+
+
+def test_failed_seeds_are_no_seeds_of_a_complexity(tmp_path):
+    table = rows({100: 0.0, 200: 0.05, 400: 0.4}, axis="data.train.limit", split="train", seeds=5)
+    for row in table[-2:]:
+        row |= {"status": "failed", "train.error": None}
+    data = cells(tmp_path / "s", table, {"data.train.limit": [100, 200, 400]})
+    found = [b for s in sweep_sections(data, SweepAnalysis(data)) for b in s.blocks if b.kind == "table"]
+    (complexity,) = [b for b in found if "complexity" in b.columns[1]]
+    assert complexity.rows[0][2] == "3"
 
 
 def test_too_few_seeds_are_said(tmp_path):

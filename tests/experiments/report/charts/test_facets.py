@@ -1,6 +1,7 @@
 """What is drawn of a sweep: its axes and panels, ticks, maps and their contour, capacities, facets."""
 
 import itertools
+import json
 import re
 
 import numpy as np
@@ -13,9 +14,12 @@ from flatshift.experiments.report.charts import heat_map
 from flatshift.experiments.report.charts.curve import capacity_charts
 from flatshift.experiments.report.charts.facets import LineSeries, axis_scale, facet_chart
 from flatshift.experiments.results.analysis import SweepAnalysis, main_axis, plotted_axes
+from flatshift.experiments.results.run import read_run
 from flatshift.experiments.results.table import SweepTable
 from flatshift.experiments.statistics.intervals import Interval
-from tests.support.sweep_tables import cells, mean_at, rows
+from flatshift.outcome import summarize_sweep
+from tests.support import report_runs
+from tests.support.sweep_tables import cells, mean_at, rows, words
 
 
 def test_the_axis_of_curves_is_the_rank_and_panels_are_the_rest(tmp_path):
@@ -144,6 +148,11 @@ def test_maps_share_a_scale_and_draw_the_threshold_only_where_there_is_one():
     charts = heat_map.heat_maps(both, "step", "adapter.rank", {}, ("test.error", "train.error"), name="m", epsilon=0.1)
     assert [c.name for c in charts] == ["m-test-error", "m-train-error"]
     assert all('id="epsilon' in c.raw and "train error = 0.1" in c.caption for c in charts)
+    squared = SweepTable(both.table.append_column("train.unexplained", both.table["test.error"]), both.axes)
+    (chart,) = heat_map.heat_maps(squared, "step", "adapter.rank", {}, ("train.error",), name="m", epsilon=0.52)
+    assert 'id="epsilon' in chart.raw and "Line: train unexplained = 0.52" in chart.caption, (
+        "of its labels, not classes"
+    )
     above = grid_table([[0.9, 0.5, 0.2], [0.8, 0.15, 0.2], [0.3, 0.2, 0.2]])
     charts = heat_map.heat_maps(above, "step", "adapter.rank", {}, ("test.error",), name="m", epsilon=0.1)
     assert len(charts) == 1 and "epsilon" not in charts[0].raw and "train error =" not in charts[0].caption
@@ -208,3 +217,44 @@ def test_facets_have_one_panel_per_setting_and_a_log_axis_where_it_is_needed():
     )
     assert "loss (nats) (log" not in flat.raw
     assert facet_chart([("p", [LineSeries("a", "blue", [])])], "step", **shared) is None
+
+
+def test_long_words_leave_a_map_its_room(tmp_path):
+    layers = [f"q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, {last}_proj" for last in ("down", "gown")]
+    short = formats.shorten_labels([*layers, "all"], 29)
+    assert short == ["q_proj, k_proj…roj, down_proj", "q_proj, k_proj…roj, gown_proj", "all"]
+    alike = [f"{'a' * 30}{middle}{'a' * 30}" for middle in "xy"]
+    assert [text[:4] for text in formats.shorten_labels(alike, 29)] == ["1: a", "2: a"]
+    table = [
+        {**row, "adapter.targets": targets, "cell": f"{targets}-{row['cell']}"}
+        for targets in layers
+        for row in rows({1: 0.5, 2: 0.4, 4: 0.3})
+    ]
+    data = cells(tmp_path / "s", table, {"adapter.rank": [1, 2, 4], "adapter.targets": layers})
+    charts = [
+        c for s in sweep_sections(data, SweepAnalysis(data)) for b in s.blocks if b.kind == "figures" for c in b.charts
+    ]
+    assert any("down_proj</text>" in c.raw for c in charts if c.name.startswith("sweep-map"))
+
+
+def test_losses_have_the_unit_of_the_task(tmp_path):
+    """As a run's page: a squared loss is in no nats, on the page, in the evidence and along the steps."""
+    report_runs.laboratory(tmp_path / "s", rates=(0.002,), kinds=("plain",), seeds=5)
+    for task, unit in (("classify, loss: squared", "squared error per example"), ("classify", "nats per example")):
+        (tmp_path / "s" / "recipe.resolved.yaml").write_text(f"task: {{kind: {task}}}\n", encoding="utf-8")
+        data = read_run(tmp_path / "s").sweep
+        sections = sweep_sections(data, SweepAnalysis(data))
+        charts = [c for s in sections for b in s.blocks if b.kind == "figures" for c in b.charts]
+        drawn = {c.name: c.raw for c in charts}
+        assert (
+            f"loss ({unit})" in drawn["sweep-rank-loss-0"]
+            and f"training loss ({unit})" in drawn["sweep-steps-train-loss"]
+        )
+    table = rows({1: 0.5, 2: 0.4, 4: 0.3}, seeds=5, spread=0.01)
+    for row in table:
+        row["test.loss"] = row.pop("test.error")
+    assert cells(tmp_path / "r", table, {"adapter.rank": [1, 2, 4]}) is not None
+    (tmp_path / "r" / "recipe.resolved.yaml").write_text("task: {kind: regress}\n", encoding="utf-8")
+    said = words(sweep_sections(data := read_run(tmp_path / "r").sweep, SweepAnalysis(data)))
+    assert "to 0.305 squared error per example at rank 4" in said and "nats" not in said
+    assert "nats" not in json.dumps(summarize_sweep(tmp_path / "r"))

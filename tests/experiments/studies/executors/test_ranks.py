@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 
 from flatshift.cli import run
+from flatshift.experiments.data.sources import epochs_to_steps
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.experiments.studies import executors
 from flatshift.experiments.studies.cell import Cell
 from flatshift.experiments.studies.executors import Resources
-from flatshift.experiments.studies.executors.ranks import RankEnd, RankJob, SlurmRanks, _restart_lost
+from flatshift.experiments.studies.executors.ranks import RankEnd, RankJob, SlurmRanks, _restart_lost, check_same_run
 from flatshift.finetune.errors import Interrupted, UserError
+from flatshift.finetune.run_directory import RunDirectory
 from tests.support import stand_in_slurm
 from tests.support.patience import HANG_S
 
@@ -373,6 +375,22 @@ def test_flags_without_a_use_are_one_sentence(
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert run(words(out, *ray)) == 2
     assert "a launcher (torchrun) has started this process as a rank" in capsys.readouterr().err
+
+
+def test_a_run_of_other_epochs_is_another_run(tmp_path: Path) -> None:
+    epochs = {given: load_recipe("classify", [from_override("train.epochs", given)]) for given in ("2", "1.23456789")}
+    for given, resolved in epochs.items():
+        out = tmp_path / given
+        rows: Any = range(24)
+        RunDirectory.create(out, recipe_yaml=epochs_to_steps(resolved, rows, seed=0).to_yaml())
+        check_same_run(out, resolved)
+        other = load_recipe("classify", [from_override("train.epochs", 3)])
+        with pytest.raises(UserError, match=rf"a run with train\.epochs {float(given):g}, and this command says 3;"):
+            check_same_run(out, other)
+    steps = load_recipe("classify", [from_override("train.steps", 6)])
+    RunDirectory.create(tmp_path / "steps", recipe_yaml=steps.to_yaml())
+    with pytest.raises(UserError, match=r"train\.epochs None, and this command says 2;"):
+        check_same_run(tmp_path / "steps", epochs["2"])
 
 
 def test_a_node_without_the_directory_is_named(tmp_path: Path) -> None:

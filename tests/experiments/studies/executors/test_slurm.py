@@ -22,8 +22,10 @@ from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies import run_cells
 from flatshift.experiments.studies.cell import Cell
 from flatshift.experiments.studies.executors import Resources, StudyInputs
-from flatshift.experiments.studies.executors.slurm import CellJob, SlurmExecutor
+from flatshift.experiments.studies.executors.slurm import CellJob, SlurmExecutor, load_submitit, submit_jobs
 from flatshift.finetune.errors import UserError
+from flatshift.finetune.planner.footprint import predict_footprint
+from flatshift.finetune.planner.sizes import read_sizes
 from tests.support import stand_in_slurm
 from tests.support.patience import HANG_S
 from tests.support.sweep_cells import behave, cells_that, starts
@@ -156,6 +158,13 @@ def test_a_cell_is_put_back_into_the_queue_before_its_time_limit(slurm: Path, tm
     assert "Requeued job 100" in logs
 
 
+def test_a_submission_leaves_no_link(slurm: Path, tmp_path: Path) -> None:
+    executor = load_submitit("slurm").AutoExecutor(tmp_path / "out", cluster="slurm")
+    job = submit_jobs(lambda executor: executor.submit(len, "four"), executor, timeout_min=1)
+    assert job.result() == 4 and job.paths.submission_file.is_file()
+    assert not [file for file in (tmp_path / "out").rglob("*") if file.is_symlink()], "a copy would lead out of itself"
+
+
 def test_what_slurm_refuses_is_one_sentence(slurm: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("STAND_IN_REFUSES", "1")
     assert run(words(tmp_path / "out", "--on", "slurm", "--memory", "4000")) == 2
@@ -201,8 +210,20 @@ def test_memory_is_what_the_planner_predicts_for_a_calibrated_machine(tmp_path: 
     needs = [Resources().memory_bytes(cell) for cell in (small, large)]
     assert 350 << 20 < needs[0] < needs[1] < 4 << 30  # type: ignore[operator]
     assert Resources(gpus=1).memory_bytes(small) is None
+    pairs = Cell("0", {}, 0, load_recipe("preference"))
+    recipe = pairs.resolved.recipe
+    sizes = read_sizes(recipe.backbone, recipe.adapter).under(recipe.task)
+    train = dataclasses.replace(recipe.train, batch_size=2 * recipe.train.batch_size)
+    both = predict_footprint(sizes, mesh=recipe.mesh, adapter=recipe.adapter, train=train, device="cpu").total
+    assert Resources().memory_bytes(pairs) == round(overhead.interval(both)[1]), "two answers are two rows"
     executor = SlurmExecutor(Resources(), cluster="debug")
     assert executor._parameters([small, large])["mem_gb"] == round(needs[1] / 2**30, 3)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("jobs", "most"), [(None, 300), (7, 7)])
+def test_all_jobs_of_an_array_may_run_at_the_same_time(jobs: int | None, most: int) -> None:
+    executor = SlurmExecutor(Resources(memory=1), jobs=jobs, cluster="debug")
+    assert executor._parameters([cell_of_length(16)] * 300)["slurm_array_parallelism"] == most
 
 
 def cell_of_length(length: int) -> Cell:

@@ -38,9 +38,11 @@ def test_forms_of_one_conversation(tmp_path):
         {"from": "gpt", "value": "Hello"},
     ]
     sparse = [{**turn, "tool_calls": None, "name": None} for turn in turns]  # as Parquet fills its columns
-    forms = [turns, sharegpt, sparse, json.dumps(turns)]
+    bare = [{**turn, "tool_calls": []} for turn in turns]
+    forms = [turns, sharegpt, sparse, json.dumps(turns), bare]
     parts = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
-    assert [read_conversation(row(messages=form)).messages for form in forms] == [turns] * 4
+    assert [read_conversation(row(messages=form)).messages for form in forms] == [turns] * 5
+    assert read_conversation(row(messages=turns, tools="null")).tools is None
     assert read_conversation(row(messages=parts)).messages == parts
     assert len({str(example.input_ids) for example in encoded(*forms).examples}) == 1
     path = write_jsonl(tmp_path / "rows.jsonl", [{"conversations": form} for form in forms])
@@ -63,7 +65,15 @@ def test_columns_of_other_toolkits(tmp_path):
     ]
     assert read_conversation(rows[1]).messages == [ASK, SAY]
     notes = encode(rows, task=Chat(), tokenizer=TOKENIZER, max_length=256).notes
-    assert "turns read from Alpaca's columns: instruction, input, output, system, history" in notes
+    assert "turns read from Alpaca's columns: instruction, input, context, output, system, history" in notes
+    for record, turns in (
+        ({"instruction": "Translate.", "input": "ja", "response": "yes"}, ["Translate.\n\nja", "yes"]),
+        ({"instruction": "Translate.", "context": "ja", "output": "yes"}, ["Translate.\n\nja", "yes"]),
+        ({"question": "1 + 1?", "answer": 2}, ["1 + 1?", "2"]),
+        ({"prompt": "Who?", "completion": '[{"name": "Bob"}]'}, ["Who?", '[{"name": "Bob"}]']),
+    ):
+        (one,) = read_rows([str(write_jsonl(tmp_path / "one.jsonl", [record]))], required=("messages",))
+        assert [turn["content"] for turn in read_conversation(one).messages] == turns
     bare = list(read_rows([str(write_jsonl(tmp_path / "bare.jsonl", [{"instruction": "Hi"}]))], required=("messages",)))
     assert read_unanswered_turns(bare[0]) == [ASK]
     for second, reason in (

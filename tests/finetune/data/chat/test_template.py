@@ -27,6 +27,7 @@ TALK = [
     {"role": "user", "content": "When?"},
     {"role": "assistant", "content": "1808."},
 ]
+PARTS = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in TALK]
 CONTROL = {
     "chatml": ["<|im_start|>", "<|im_end|>"],
     "hermes": ["<|im_start|>", "<|im_end|>"],
@@ -112,6 +113,7 @@ def test_every_template_that_ships_is_written_down_here():
 @pytest.mark.parametrize("name", list(WRITTEN))
 def test_the_published_form_and_its_supervised_tokens(name):
     assert marked(*encoded(name, TALK)) == WRITTEN[name]
+    assert marked(*encoded(name, PARTS)) == WRITTEN[name]
     tokenizer = tokenizer_of(name)
     template = ChatTemplate(tokenizer, Chat(template=name))
     before = template.render(TALK[:-1], None)
@@ -176,6 +178,7 @@ def test_auto_is_the_tokenizers_own_else_the_one_for_bases():
     own, none = chat_tokenizer("qwen2_5"), byte_tokenizer()
     rows = [row(0, messages=TALK[1:3])]
     found = encode(rows, task=Chat(), tokenizer=own, max_length=512)
+    assert encode([row(0, messages=PARTS[1:3])], task=Chat(), tokenizer=own, max_length=512).examples == found.examples
     assert own.decode(found.examples[0].input_ids) == own.apply_chat_template(TALK[1:3], tokenize=False)
     assert marked(encode(rows, task=Chat(), tokenizer=none, max_length=512), none) == (
         "<bos><|user|>\nWho wrote Faust?\n<|assistant|>\n⟦Goethe.<eos>⟧\n"
