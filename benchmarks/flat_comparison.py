@@ -26,7 +26,11 @@ from flatshift.experiments.statistics.intervals import Interval, t_interval
 from flatshift.experiments.studies.compare.run import DOCUMENT, compare
 from flatshift.finetune.atomic import write_json
 
-RECIPES = {"comparison": "flat-comparison", "noise": "benchmarks/studies/flat-noise.yaml"}
+RECIPES = {
+    "comparison": "flat-comparison",
+    "noise": "benchmarks/studies/flat-noise.yaml",
+    "decoder": "benchmarks/studies/flat-decoder.yaml",
+}
 PAGE = ROOT / "docs" / "which-regularizer.md"
 NOISE = "-noise"
 """Ending of the tasks with wrong labels in the study `noise`."""

@@ -79,7 +79,7 @@ def shard(model: nn.Module, *, mesh: Mesh, world: ProcessMesh) -> Sharding:
 
     model: on meta or real; a module with the children `part0`, `part1`, … is sharded part by part.
 
-    Raises UserError for `mesh.offload` without CUDA, RuntimeError if FSDP2 left something unsharded.
+    Raises UserError for settings that shard nothing or need CUDA, RuntimeError if FSDP2 left something unsharded.
     """
     parameters = list(model.parameters())
     whole_bytes = sum(p.nbytes for p in parameters)
@@ -87,6 +87,8 @@ def shard(model: nn.Module, *, mesh: Mesh, world: ProcessMesh) -> Sharding:
         return Sharding((), frozenset(), 1, whole_bytes, 0, whole_bytes, False)
     if mesh.offload and not capabilities(world.device).pinned:
         raise UserError("mesh.offload keeps shards in host memory, which needs a CUDA device; leave it out on the CPU")
+    if mesh.zero < 3 and mesh.adapters == "replicate":
+        raise UserError(f"mesh.zero {mesh.zero} shards nothing but adapters; take mesh.adapters: shard, or mesh.zero 3")
     ignored = {p for p in parameters if (mesh.adapters == "replicate" if p.requires_grad else mesh.zero < 3)}
     for module in model.modules():
         if getattr(getattr(module, "vocabulary", None), "rows_differ", False):  # slices along these axes already
