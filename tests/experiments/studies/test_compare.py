@@ -645,12 +645,12 @@ def test_results_and_guide_come_from_the_document_alone(made) -> None:
 
 def test_the_guide_of_training_to_the_end_has_intervals_over_tasks() -> None:
     from benchmarks._harness import Benchmark
-    from benchmarks.flat_comparison import RECIPES, group_differences, group_rows, noise_groups, noise_guide
+    from benchmarks.flat_comparison import MODELS, RECIPES, group_differences, group_rows, noise_groups, noise_guide
 
-    study = load_recipe(RECIPES["noise"]).recipe.comparison
-    assert (
-        study is not None and study.trials == 8 and set(study.methods) == {"plain", "ggpo", "ggpo-paper", "mgpo", "sam"}
-    )
+    for name in MODELS:
+        study = load_recipe(RECIPES[name]).recipe.comparison
+        assert study is not None and study.trials == 8
+        assert set(study.methods) == {"plain", "ggpo", "ggpo-paper", "mgpo", "sam"}
     gains = {
         "trec": 0.01,
         "sst2": 0.03,
@@ -691,7 +691,8 @@ def test_the_guide_of_training_to_the_end_has_intervals_over_tasks() -> None:
     assert gaps["tasks"].high == pytest.approx(0.02 + 4.302653 * 0.01 / 3**0.5)
     assert gaps["seeds"].n == 5 and gaps["seeds"].value == pytest.approx(0.02)
     assert math.exp(gaps["sharpness"].value) == pytest.approx(0.5)
-    text = noise_guide(document)
+    text = noise_guide(document, "decoder")
+    assert "Gemma 3 270M" in text
     assert "| `ggpo` | right labels | +2.0 (−0.5 to +4.5) |" in text and "| 0.5" in text and "at most 0.5 %" in text
     bench = Benchmark("flat_noise")
     group_rows(bench, document, "right labels", groups["right labels"])
