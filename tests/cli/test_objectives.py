@@ -230,6 +230,7 @@ def test_few_steps_of_packed_rows_are_explained(tmp_path: Path, capsys: pytest.C
     assert "a packed row holds" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_encoder_with_its_own_head_is_evaluated_without_an_adapter(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
