@@ -195,7 +195,8 @@ class _SideBySide:
             row = next((row for rows in splits.values() for row in rows if row.values.get(self.group_by) is None), None)
             if row is not None:
                 known = ", ".join(sorted(map(str, row.values)))
-                raise UserError(f"{row.where}: no column {self.group_by!r} to group by; there are {known}")
+                lacks = "no value in" if self.group_by in row.values else "no"
+                raise UserError(f"{row.where}: {lacks} column {self.group_by!r} to group by; there are {known}")
         groups = {str(row.values[self.group_by]) for rows in splits.values() for row in rows if self.group_by}
         if unknown := sorted(set(self.trained) - groups):
             raise UserError(f"--trained: no row has {self.group_by or 'a --group-by column'} {unknown[0]!r}")
@@ -249,6 +250,11 @@ class _SideBySide:
                 examples, notes = encoded.splits["test"], encoded.notes
                 if not examples:
                     raise UserError(f"{subject.name}: no row of {split} is left, the first for {encoded.skipped[0]}")
+                room, longest = _room(engine.model), max(examples, key=lambda example: len(example.input_ids))
+                if room is not None and (size := len(longest.input_ids)) > room:
+                    cut = f"cut rows by --train.max_length {room}" if run is None else "evaluate it without the runs"
+                    problem = f"{size} tokens do not fit the {room} positions of {subject.name}"
+                    raise UserError(f"{longest.where}: {problem}; {cut}")
                 intervals = evaluate_split(
                     recipe, engine, tokenizer, examples, task=task, split=split, label_names=names,
                     watch=self.console.evaluating, figures=figures, columns=columns,

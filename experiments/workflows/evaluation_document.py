@@ -15,11 +15,12 @@ from flatshift.experiments.workflows.few_shot import FewShot, RankingResult, mcn
 from flatshift.finetune.data.files import expand_files
 from flatshift.finetune.data.rows import Row
 from flatshift.finetune.evaluate.bootstrap import ResampledMetric, group_interval
-from flatshift.finetune.evaluate.metrics import find_metric, sort_for_headline
+from flatshift.finetune.evaluate.metrics import find_metric, metric_names, sort_for_headline
 from flatshift.finetune.evaluate.text import find_language
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.seeds import derive_seed
 
+_BY_LOSS = ("loss", "perplexity", "pseudo_perplexity", *metric_names("preferences"))
 _FEW_ROWS = 10
 """Rows below which a group's metrics are called rough."""
 _LOST = {"shots_dropped": "examples left out for length", "shots_missing": "examples missing", "rows_cut": "rows cut"}
@@ -75,7 +76,9 @@ def build_document(
     groups = sorted({value for column in values.values() for value in column} if group_by else [])
     references = _find_references(subjects)
     tokenizers = {s.name: open_backbone(s.recipe.backbone).text_digests.get("tokenizer.json") for s in subjects}
-    losses = {s.name: (tokenizers[s.name], s.recipe.task.name, s.recipe.task.squares) for s in subjects}
+    tasks = {s.name: s.recipe.task for s in subjects}
+    own = {n: t.for_evaluation() for n, t in tasks.items() if t.traits.is_answer_level or t.traits.masks_tokens}
+    losses = {n: (tokenizers[n], t.name, t.squares, own.get(n)) for n, t in tasks.items()}
     pairs = {f"{name} − {base}": (name, base) for name, base in references.items()}
 
     def average(
@@ -91,8 +94,9 @@ def build_document(
             for members in chosen
         ]
         base_figures = None if base is None else results.align(name, base, split)
-        by_token = ("loss", "perplexity", "pseudo_perplexity") if base and losses[name] != losses[base] else ()
-        incomparable = {"fertility", *by_token}
+        incomparable = {"fertility", *(_BY_LOSS if base is not None and losses[name] != losses[base] else ())}
+        if base is not None and tasks[name].name == tasks[base].name:  # the order of two rewards depends on no beta
+            incomparable.discard("preference_accuracy")
         config = subjects[0].recipe.eval
         seed = derive_seed(subjects[0].recipe.train.seed, "bootstrap", split)
         averages = {}

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from . import attention as packed_attention
 from .capabilities import capabilities
+from .cuda_status import product_dtype
 from .memory import slice_columns, slice_rows
 from .micro_batch import MicroBatch
 from .numerics import attention_kernel, evaluation_mode
@@ -406,18 +407,13 @@ def linear_cross_entropy(
     Logits exist for one slice of rows at a time, in the forward pass only, where the gradient (softmax − onehot) W is
     computed as well: the backward pass is one scaling. Under autocast the products are in its precision.
     """
-    device = capabilities(hidden.device).kind
-    if torch.is_autocast_enabled(device):
-        hidden = hidden.to(torch.get_autocast_dtype(device))
+    hidden = hidden.to(product_dtype(hidden))
     return _LinearCrossEntropy.apply(hidden, linear.weight, linear.bias, targets, smoothing, cap)
 
 
 def linear_cross_entropies(hidden: Tensor, linear: nn.Linear, targets: Tensor, *, cap: float | None = None) -> Tensor:
     """Return the terms of `linear_cross_entropy`, one per row, float32 (n,)."""
-    device = capabilities(hidden.device).kind
-    if torch.is_autocast_enabled(device):
-        hidden = hidden.to(torch.get_autocast_dtype(device))
-    return _LinearCrossEntropies.apply(hidden, linear.weight, linear.bias, targets, cap)
+    return _LinearCrossEntropies.apply(hidden.to(product_dtype(hidden)), linear.weight, linear.bias, targets, cap)
 
 
 def _sliced_nll(

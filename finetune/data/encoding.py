@@ -158,7 +158,8 @@ class TruncationCounts(LossCounts):
             (self.truncated, "train.max_cut", max_cut, "are cut at"),
         ):
             if lost > share * self.samples:
-                drop = "" if self.dropped else ", or leave such rows out (train.overlong: drop)"
+                kept = self.called in ("dev", "test")  # whatever train.overlong is
+                drop = "" if self.dropped or kept else ", or leave such rows out (train.overlong: drop)"
                 raise UserError(
                     f"{self.called}: {lost:,} of {self.samples:,} samples {effect} train.max_length = "
                     f"{train.max_length} tokens, more than {setting} ({share:g}) allows; raise one of the two{drop}; "

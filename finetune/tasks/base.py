@@ -196,7 +196,9 @@ class BaseTask:
 
     def for_evaluation(self) -> Self:
         """Return the task for evaluation on dev and test, without settings that only regularise training."""
-        return self.replace(dft=False) if self.dft else self
+        neutral = {"dft": False, "label_smoothing": None}
+        changed = {name: value for name, value in neutral.items() if vars(self).get(name, value) != value}
+        return self.replace(**changed) if changed else self
 
     @property
     def figure_names(self) -> tuple[str, ...]:

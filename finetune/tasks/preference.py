@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ..compute.protocols import TaskTraits
 from ..config import check_bounds
@@ -156,12 +156,6 @@ class Preference(TemplateTask):
     def loss_denominator(self) -> str:
         return "answers" if self.is_unpaired else "pairs"
 
-    def for_evaluation(self) -> Self:
-        return self if self.label_smoothing is None else self.replace(label_smoothing=None)
-
-    def without_limits(self) -> Self:
-        return self.replace(max_truncated=1.0)
-
     @property
     def name(self) -> str:
         return self.kind if self.loss == "dpo" else f"{self.kind} (loss: {self.loss})"
@@ -248,18 +242,19 @@ class Preference(TemplateTask):
 
     def predict(self, evaluator: Evaluator, examples: Sequence[Example]) -> dict[str, list[Any]]:
         """Return `chosen_reward, rejected_reward`, their `reward_margin`, and the answer that the model prefers as
-        `preferred`; for single answers only `reward`."""
+        `preferred` (None at a tie); for single answers only `reward`."""
         from ..evaluate.preference import answer_scores
 
         rewards = answer_scores(evaluator, examples).rewards
         if rewards.shape[1] == 1:
             return {"reward": rewards[:, 0].tolist()}
         chosen, rejected = rewards.T
+        margins = (chosen - rejected).tolist()
         return {
             "chosen_reward": chosen.tolist(),
             "rejected_reward": rejected.tolist(),
-            "reward_margin": (chosen - rejected).tolist(),
-            "preferred": ["chosen" if ahead else "rejected" for ahead in chosen > rejected],
+            "reward_margin": margins,
+            "preferred": ["chosen" if m > 0 else "rejected" if m < 0 else None for m in margins],
         }
 
 

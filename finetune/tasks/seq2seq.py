@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ..compute.protocols import TaskTraits
 from ..config import check_bounds
@@ -67,9 +67,6 @@ class Seq2Seq(TemplateTask):
     @property
     def smoothing(self) -> float:
         return self.label_smoothing or 0.0
-
-    def for_evaluation(self) -> Self:
-        return self if self.label_smoothing is None else self.replace(label_smoothing=None)
 
     @property
     def no_axes(self) -> Mapping[str, str]:

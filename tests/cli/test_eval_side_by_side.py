@@ -196,6 +196,28 @@ def test_mistakes_are_one_sentence(words, said, tmp_path, capsys):
     assert "--trained" not in words or "evaluating flatshift-5m" not in lines, "refused after work"
 
 
+def test_a_row_without_a_group_is_named(tmp_path, capsys):
+    data = write_jsonl(tmp_path / "texts.jsonl", [*ROWS[:2], {"lang": None, "text": "no language"}])
+    assert run(["eval", "flatshift-5m", "--data", str(data), "--group-by", "lang"]) == 2
+    assert "texts.jsonl:3: no value in column 'lang' to group by" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_rewards_of_different_losses_are_not_subtracted(tmp_path, capsys):
+    """The base model is evaluated as the first run; a reward of another loss or beta has no difference from its own."""
+    pairs = [{"prompt": f"say {n}", "chosen": f" yes {n}", "rejected": f" no {n}"} for n in range(12)]
+    data = write_jsonl(tmp_path / "pairs.jsonl", pairs)
+    files = {"data.train.files": f"[{data}]", "data.dev.files": "[]", "data.test.files": "[]", "train.steps": 1}
+    files |= {"data.train.limit": 8}
+    settings = {"dpo": {}, "steep": {"task.beta": 1}, "simpo": {"task.loss": "simpo"}}
+    paths = {name: trained(tmp_path / name, "preference", **files, **more) for name, more in settings.items()}
+    found = asked(capsys, *paths.values(), "flatshift-5m", "--data", data)["differences"]
+    names = {name: found[f"{path} − flatshift-5m"]["data"].keys() for name, path in paths.items()}
+    rewards = {"loss", "reward_margin", "chosen_reward", "rejected_reward"}
+    assert names["dpo"] == rewards | {"preference_accuracy", "reference_distance"}
+    assert names["steep"] == {"preference_accuracy", "reference_distance"} and not names["simpo"]
+
+
 def test_best_step_and_patience_by_a_metric_of_what_is_written(tmp_path, capsys):
     """`train.best` takes any metric that the task is judged by; here numbers in written answers."""
     rows = [{"text": f"{n} + 1 =", "label": str(n + 1)} for n in range(8)]

@@ -12,7 +12,7 @@ import torch
 from flatshift.cli import run
 from tests.support.commands import flags
 from tests.support.data_models import write_jsonl
-from tests.support.objective_models import masked_tokenizer, numbered_rows, several_rows
+from tests.support.objective_models import masked_tokenizer, numbered_rows, save_encoder, several_rows
 
 pytestmark = pytest.mark.usefixtures("warm_checks")
 
@@ -228,3 +228,25 @@ def test_few_steps_of_packed_rows_are_explained(tmp_path: Path, capsys: pytest.C
     assert "a packed row holds several of yours, so this is " in capsys.readouterr().err
     assert run([*words, "--task.pack", "false", "--out", str(tmp_path / "alone")]) == 0
     assert "a packed row holds" not in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_an_encoder_with_its_own_head_is_evaluated_without_an_adapter(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Its head is the checkpoint's, so `eval.cold` has something to compare with; texts longer than it are refused."""
+    backbone = save_encoder(tmp_path / "whole")
+    words = "the cat sat on the mat " * 5
+    data = write_jsonl(tmp_path / "texts.jsonl", [{"text": f"{words} {n}"} for n in range(8)])
+    own = {"backbone": backbone, "task.kind": "masked-lm", "data.train.files": f"[{data}]", "data.dev.files": "[]"}
+    own |= {"data.test.files": f"[{data}]", "data.checks.copies": "warn", "eval.cold": 4, "train.steps": 1}
+    out = tmp_path / "run"
+    assert run(["train", "language-model", "--out", str(out), *flags(SMALL | own | {"train.eval_every": 0})]) == 0
+    assert read(out / "cold.json")["test"]["pseudo_perplexity"]["n"] == 4
+    capsys.readouterr()
+    long = write_jsonl(tmp_path / "long.jsonl", [{"text": words * 4}])
+    assert run(["eval", str(backbone), "--data", str(long), "--train.precision", "fp32"]) == 2
+    said = capsys.readouterr().err
+    assert "long.jsonl:1" in said and "64 positions" in said and "--train.max_length 64" in said
+    assert run(["eval", str(backbone), "--data", str(long), "--train.precision", "fp32", "--train.max_length", "64",
+                "--train.max_cut", "1"]) == 0  # fmt: skip

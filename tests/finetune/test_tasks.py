@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
+import numpy as np
 import pytest
 import torch
 
@@ -298,3 +299,12 @@ def test_one_file_a_kind_and_one_table():
         if file.stem not in ("__init__", "base")
     }
     assert flatshift.finetune.tasks.KINDS.keys() == {kind().kind for kind in KINDS.values()}
+
+
+def test_neither_answer_is_preferred_at_a_tie(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flatshift.finetune.evaluate import preference
+
+    rewards = np.array([[0.5, 0.5], [1.0, 0.0], [0.0, 1.0]])
+    scores = preference.PreferenceScores(rewards, np.zeros(3), np.array([[1, -1]] * 3), 1, None)
+    monkeypatch.setattr(preference, "answer_scores", lambda evaluator, examples: scores)
+    assert Preference().predict(None, ())["preferred"] == [None, "chosen", "rejected"]  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...compute.capabilities import capabilities
+from ...compute.cuda_status import product_dtype
 from ...compute.loss import soft_cap
 from ...compute.memory import slice_rows
 from . import borders
@@ -62,7 +63,7 @@ class VocabularySlice:
         self, hidden: Tensor, linear: nn.Linear, targets: Tensor, *, smoothing: float = 0.0, cap: float | None = None
     ) -> Tensor:
         """Return the terms of `cross_entropy`, one per row, float32 (n,)."""
-        hidden = hidden.to(_product_dtype(hidden))
+        hidden = hidden.to(product_dtype(hidden))
         return _VocabularyCrossEntropies.apply(hidden, targets, linear.weight, linear.bias, self, smoothing, cap)
 
     def rows_of_ranks(self, *rows: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
@@ -87,11 +88,6 @@ class VocabularySlice:
             if rank == dist.get_rank(self.group):
                 total = part
         return total
-
-
-def _product_dtype(hidden: Tensor) -> torch.dtype:
-    device = capabilities(hidden.device).kind
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
 def split_embedding(embedding: Any, tokens: VocabularySlice) -> None:
@@ -125,7 +121,7 @@ def split_head(linear: Any, tokens: VocabularySlice) -> None:
 
     def forward(input: Tensor) -> Tensor:
         if tokens.rows_differ:
-            rows = input.flatten(0, -2).to(_product_dtype(input))
+            rows = input.flatten(0, -2).to(product_dtype(input))
             return _GatheredLogits.apply(rows, linear.weight, linear.bias, tokens).view(*input.shape[:-1], tokens.size)
         logits = local(borders.copy_to_tp(input, tokens.group))
         if missing:  # the last rank has fewer tokens, but all gather as many

@@ -93,6 +93,10 @@ def test_more_losses_than_a_task_allows_are_refused():
     assert not list(lost(dropped=1).notes(ten))
     with pytest.raises(UserError, match=r"^train \(a\): 2 of 10 samples lose their whole prompt at train\.max"):
         lost(lost_prompts=1).refuse(Completion().max_truncated, short)
+    for called, advised in (("train (a)", True), ("test", False)):  # dev and test rows are cut, never left out
+        with pytest.raises(UserError) as refused:
+            dataclasses.replace(lost(cut_answers=1), called=called).refuse(0.1, short)
+        assert ("train.overlong: drop" in str(refused.value)) is advised
     with pytest.raises(
         UserError, match=r"4 of 10 samples are cut at .* than train\.max_cut \(0\.3\) allows; raise .*; 31"
     ):
