@@ -283,9 +283,7 @@ def metric_interval(column: str, values: Any) -> Interval | None:
 def encode_column(table: pa.Table, name: str) -> tuple[list[Any], np.ndarray]:
     """Return (levels, int64 codes [N]) of a column: None first, then numbers in order and NaN last, or the others in
     order of appearance. Lists become text, so that they can be compared and grouped."""
-    if name not in table.column_names:
-        return [None], np.zeros(table.num_rows, dtype=np.int64)
-    column = table.column(name).combine_chunks()
+    column = table.column(name).combine_chunks() if name in table.column_names else pa.nulls(table.num_rows)
     if pa.types.is_nested(column.type):
         column = pa.array([", ".join(map(str, v)) if v is not None else None for v in column.to_pylist()], pa.string())
     if pa.types.is_null(column.type):

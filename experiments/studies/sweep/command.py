@@ -298,8 +298,7 @@ def _write_outputs(
     table = write_table(out, cells, columns=columns)
     broken = [row for row in table if row["status"] != "done"]
     if broken:
-        example = f"{broken[0]['cell']}: {broken[0]['reason']}"
-        console.say(f"{len(broken)} cells diverged or failed, for example {example}")
+        console.say(f"{len(broken)} cells diverged or failed, for example {broken[0]['cell']}: {broken[0]['reason']}")
     if any(row["status"] == "failed" for row in table):
         console.say("--rerun-failed tries again those that did not diverge")
     write_done(out, directory.SEALED)
