@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -73,8 +74,9 @@ def find_instability(curve: Curve, *, level: float, draws: int, seed: int) -> In
         f"Training loss has a peak too: {mean[i]:.3g} at {curve.at(i)}, {mean[j]:.3g} at {curve.at(j)}, {mean[l]:.3g} "
         f"at {curve.at(l)} (p = {peak.p_value:.2g})."
     ]
-    tables = {name: table for name in TABLES if (table := getattr(curve, name)) is not None}
-    curve = replace(curve, **{name: np.delete(table, list(peak.diverged), axis=0) for name, table in tables.items()})
+    lost = list(peak.diverged)
+    tables: dict[str, Any] = {n: np.delete(t, lost, axis=0) for n in TABLES if (t := getattr(curve, n)) is not None}
+    curve = replace(curve, **tables)
     findings = (_gradient_finding(curve, peak.triple, level), _sharpness_finding(curve, peak.triple, level))
     recorded = [finding for finding in findings if finding is not None]
     if not recorded:

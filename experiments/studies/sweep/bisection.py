@@ -110,12 +110,11 @@ class _PointSearch:
 
     def document(self, errors: Mapping[str, float]) -> dict[str, Any]:
         """Return its entry of emc.json."""
-        assert self.answer is not None
+        assert (answer := self.answer) is not None
         tried = []
         for rows, cells in sorted(self.tried.items()):
             train_errors = [error if math.isfinite(error := errors[cell.key]) else None for cell in cells]
             tried.append({"rows": rows, "train_error": train_errors, "cells": [cell.key for cell in cells]})
-        answer = self.answer
         interval = {"emc": answer.value, "low": answer.low, "high": answer.high, "side": answer.side}
         return {"point": self.cell.point, **interval, "text": str(answer), "tried": tried}
 

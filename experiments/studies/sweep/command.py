@@ -118,8 +118,7 @@ def _plan_cells(
     request = replace(request, base=base)
     lines += describe_held_out_rows(base.resolved)
     cells = list(base.plan(request.axes, request.seeds, design=request.design, points=request.points))
-    if part is not None:
-        cells = part.cells(cells)
+    cells = cells if part is None else part.cells(cells)
     for line in lines:
         console.say(line)
     if _could_record(request):
