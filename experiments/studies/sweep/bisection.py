@@ -110,8 +110,8 @@ class _PointSearch:
 
     def document(self, errors: Mapping[str, float]) -> dict[str, Any]:
         """Return its entry of emc.json."""
-        assert (answer := self.answer) is not None
-        tried = []
+        answer, tried = self.answer, list[dict[str, Any]]()
+        assert answer is not None
         for rows, cells in sorted(self.tried.items()):
             train_errors = [error if math.isfinite(error := errors[cell.key]) else None for cell in cells]
             tried.append({"rows": rows, "train_error": train_errors, "cells": [cell.key for cell in cells]})
