@@ -345,7 +345,7 @@ class SweepOptions(ExecutorOptions):
     """data.train.limit[=lo..hi]: find for each point the number of training rows it can still fit; written to
     emc.json."""
     epsilon: float | None = None
-    """Mean train error up to which rows count as fitted (--bisect); 0.1 by default."""
+    """Mean train error (squared loss: unexplained share) up to which rows are fitted (--bisect); 0.1 by default."""
     jobs: int | None = None
     """Cells that run at the same time; by default one for each CUDA device, else 1, and as many as a cluster has room
     for."""

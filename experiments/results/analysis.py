@@ -52,20 +52,6 @@ class AnalysedCurve:
         return tuple(self.curve.values[i] for i in peak.location) if peak is not None else ()
 
 
-FITS = {"train.error": "training error", "train.unexplained": "unexplained share of the training labels"}
-"""Columns that measure the fit of training rows: a squared loss fits classes long before it fits its labels."""
-
-
-def fitted_column(table: SweepTable) -> str:
-    """Return the column that places the interpolation threshold."""
-    return "train.unexplained" if table.has("train.unexplained") else "train.error"
-
-
-def fit_name(table: SweepTable) -> str:
-    """Return the name of what `fitted_column` measures, for sentences."""
-    return FITS[fitted_column(table)]
-
-
 def is_capacity_axis(axis: str) -> bool:
     """Return True for axes along which the fit of the training data grows or shrinks.
 
@@ -139,7 +125,7 @@ def _curve_at(
     items = np.unique(items[np.isfinite(items)])
     return Curve(
         axis=_SHORT.get(axis, axis.rpartition(".")[2]), values=[float(v) for v in values], test=matrix.y[cells],
-        train_error=column(fitted_column(table)), fit=fit_name(table), train_loss=column("train.loss"),
+        train_error=column(table.fitted_column), fit=table.fit_name, train_loss=column("train.loss"),
         gradient_norm=column(GRADIENT), sharpness=column(SHARPNESS), metric=f"{split} {metric.replace('_', ' ')}",
         unit=table.loss_unit.partition(",")[0] if metric == "loss" else "",
         items=int(items[0]) if len(items) == 1 else None,
@@ -246,9 +232,8 @@ def sample_settings(table: SweepTable, settings: Sequence[dict[str, Any]], maxim
 
 def undrawn_note(selected: Sequence[Any], settings: Sequence[Any]) -> str:
     """Return a note for the lead if some settings are not drawn, else an empty text."""
-    if len(selected) == len(settings):
-        return ""
-    return f" {len(selected)} of {len(settings):,} settings are drawn, evenly chosen."
+    note = f" {len(selected)} of {len(settings):,} settings are drawn, evenly chosen."
+    return note if len(selected) < len(settings) else ""
 
 
 @dataclass(frozen=True)
@@ -321,7 +306,7 @@ class AxisAnalysis:
             return analysed.verdict.crossing
         if not (is_capacity_axis(self.axis) and self.table.numeric(self.axis)):
             return None
-        matrix = self.table.matrix(fitted_column(self.table), self.axis, setting)
+        matrix = self.table.matrix(self.table.fitted_column, self.axis, setting)
         after = [j for j, v in enumerate(matrix.values) if not (self.axis == STEP and v == 0)]
         try:
             return find_crossing([matrix.values[j] for j in after], matrix.y[:, after], self.data.epsilon)

@@ -35,6 +35,9 @@ SLURM = "slurm"
 """Folder of submitit's scripts, logs and pickles in a study's directory."""
 FORECAST = "forecast.json"
 """Forecast of a recipe, next to the tables of its predicted cells."""
+FITS = {"train.unexplained": "unexplained share of the training labels", "train.error": "training error"}
+"""Columns that measure the fit of training rows, the first that a cell has: a squared loss fits classes long before it
+fits its labels."""
 
 
 def unreached_status(status: str) -> str:
@@ -55,13 +58,16 @@ def read_result(directory: Path) -> dict[str, Any] | None:
 
 
 def result_metrics(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `<split>.<metric>` of a finished cell; classes also get `error`, and the number of its items."""
+    """Return `<split>.<metric>` of a finished cell; classes also get `error`, and the number of its items, numbers
+    `unexplained`: their squared error as a share of that of always predicting the training rows' mean."""
     values: dict[str, Any] = {}
     for split, metrics in result["metrics"].items():
         for name, metric in metrics.items():
             values[f"{split}.{name}"] = None if metric["value"] is None else float(metric["value"])
         if (accuracy := values.get(f"{split}.accuracy")) is not None:
             values |= {f"{split}.error": 1.0 - accuracy, f"{split}.error.items": metrics["accuracy"].get("n")}
+        if (floor := values.get(f"{split}.mean_floor")) and (rmse := values.get(f"{split}.rmse")) is not None:
+            values[f"{split}.unexplained"] = (rmse / floor) ** 2
     return values
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from flatshift.experiments.results.cells import FITS
 from flatshift.experiments.statistics.curve import Lost
 from flatshift.experiments.statistics.intervals import Interval, paired_difference, t_interval
 from flatshift.finetune.errors import UserError
@@ -68,6 +69,16 @@ class SweepTable:
     def seeds(self) -> int:
         return len(self._levels["seed"])
 
+    @property
+    def fitted_column(self) -> str:
+        """Return the column that places the interpolation threshold."""
+        return next((column for column in FITS if self.has(column)), "train.error")
+
+    @property
+    def fit_name(self) -> str:
+        """Return the name of what `fitted_column` measures, for sentences."""
+        return FITS[self.fitted_column]
+
     def levels(self, axis: str) -> list[Any]:
         """Return the distinct values of an axis: None first, numbers in order, else in order of appearance."""
         return self._levels[axis]
@@ -94,8 +105,7 @@ class SweepTable:
 
     def has(self, name: str) -> bool:
         """True if any row has a value in the column."""
-        known = name in self._columns or name in self.table.column_names
-        return known and bool(np.isfinite(self.column(name)).any())
+        return bool(np.isfinite(self.column(name)).any())
 
     def rows(self, setting: Setting) -> np.ndarray:
         """Return int64 [n]: indices of the rows that match `setting`, in file order."""
@@ -273,9 +283,7 @@ def metric_interval(column: str, values: Any) -> Interval | None:
 def encode_column(table: pa.Table, name: str) -> tuple[list[Any], np.ndarray]:
     """Return (levels, int64 codes [N]) of a column: None first, then numbers in order and NaN last, or the others in
     order of appearance. Lists become text, so that they can be compared and grouped."""
-    if name not in table.column_names:
-        return [None], np.zeros(table.num_rows, dtype=np.int64)
-    column = table.column(name).combine_chunks()
+    column = table.column(name).combine_chunks() if name in table.column_names else pa.nulls(table.num_rows)
     if pa.types.is_nested(column.type):
         column = pa.array([", ".join(map(str, v)) if v is not None else None for v in column.to_pylist()], pa.string())
     if pa.types.is_null(column.type):
@@ -311,9 +319,7 @@ def read_parquet(path: Path, *, fix: str, columns: Sequence[str] = ()) -> pa.Tab
 
 def float_column(table: pa.Table, name: str) -> np.ndarray:
     """Return a column as float64 [N]; NaN for nulls, and all NaN for a missing or non-numeric column."""
-    if name not in table.column_names:
-        return np.full(table.num_rows, np.nan)
-    column = table.column(name)
-    if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
+    column = table.column(name) if name in table.column_names else None
+    if column is None or not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
         return np.full(table.num_rows, np.nan)
     return column.cast(pa.float64()).to_numpy().astype(np.float64)

@@ -17,7 +17,7 @@ from flatshift.finetune.errors import UserError
 
 Lost = Literal["diverged", "failed", "stopped early", "ended early", "had no value"]
 """Fate of runs without values; `ended early`: some diverged, some stopped; `had no value`: some finished."""
-_TABLES = ("test", "train_error", "train_loss", "gradient_norm", "sharpness")
+TABLES = ("test", "train_error", "train_loss", "gradient_norm", "sharpness")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -60,7 +60,7 @@ class Curve:
             raise UserError(f"curve over {self.axis}: the positions must be numbers, got {self.values!r}") from None
         if x.ndim != 1 or not np.isfinite(x).all() or (np.diff(x) <= 0).any():
             raise UserError(f"curve over {self.axis}: the positions must be numbers that ascend")
-        for name in _TABLES:
+        for name in TABLES:
             table = getattr(self, name)
             if table is None:
                 continue

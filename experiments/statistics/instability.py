@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
-from flatshift.experiments.statistics.curve import Curve, CurveShape
+from flatshift.experiments.statistics.curve import TABLES, Curve, CurveShape
 from flatshift.experiments.statistics.intervals import t_interval
 from flatshift.experiments.statistics.peak import PeakTest, checked_peak_test
 from flatshift.experiments.statistics.scale import choose_scale
@@ -49,7 +50,7 @@ class Instability:
 def find_instability(curve: Curve, *, level: float, draws: int, seed: int) -> Instability:
     """Test the training loss for a peak and, if it has one, examine gradient and sharpness between its flanks.
 
-    Each is examined at every point between the flanks (sharpness at the flanks too), so its limit is at level ÷ points.
+    Each is examined on its seeds at every point between the flanks (sharpness at the flanks too), at level ÷ points.
     A gradient spike: at least twice the norm at the left flank, and the limit of the seed-paired ratio above 1.
     """
     if curve.train_loss is None:
@@ -73,14 +74,16 @@ def find_instability(curve: Curve, *, level: float, draws: int, seed: int) -> In
         f"Training loss has a peak too: {mean[i]:.3g} at {curve.at(i)}, {mean[j]:.3g} at {curve.at(j)}, {mean[l]:.3g} "
         f"at {curve.at(l)} (p = {peak.p_value:.2g})."
     ]
+    lost = list(peak.diverged)
+    tables: dict[str, Any] = {n: np.delete(t, lost, axis=0) for n in TABLES if (t := getattr(curve, n)) is not None}
+    curve = replace(curve, **tables)
     findings = (_gradient_finding(curve, peak.triple, level), _sharpness_finding(curve, peak.triple, level))
     recorded = [finding for finding in findings if finding is not None]
     if not recorded:
         evidence.append(
             "Neither gradient norms nor sharpness were recorded there: record one to tell instability apart."
         )
-    evidence += [sentence for _, sentence in recorded]
-    return Instability(peak, any(spike for spike, _ in recorded), lasting, [*evidence, *rise])
+    return Instability(peak, any(hit for hit, _ in recorded), lasting, [*evidence, *(s for _, s in recorded), *rise])
 
 
 def _lasting_rise(curve: Curve, peak: PeakTest, level: float) -> tuple[bool, list[str]]:

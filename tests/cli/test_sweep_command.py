@@ -23,6 +23,7 @@ from flatshift.cli import run
 from flatshift.experiments.data.splits import prepare_data
 from flatshift.experiments.recipe import auto, from_override, load_recipe
 from flatshift.experiments.report.chapters.sweep import sweep_finding
+from flatshift.experiments.report.chapters.sweep_verdicts import emc_table
 from flatshift.experiments.results.analysis import SweepAnalysis
 from flatshift.experiments.results.sweep import read_sweep
 from flatshift.experiments.run.console import Console
@@ -114,6 +115,15 @@ def test_recipe_says_design_and_flags_win(cheap: Sweep, tmp_path: Path) -> None:
     assert table(tmp_path / "own")["adapter.rank"] == [16, 32, 64]
     assert run([*own, "--grid", "adapter.rank=2"]) == 0
     assert table(tmp_path / "own")["adapter.rank"] == [2]
+
+
+def test_in_parallel_one_axis_may_stand_still_while_another_moves(cheap: Sweep, tmp_path: Path, capsys) -> None:
+    words = ["--design", "paired", "--seeds", "1", "--grid", "adapter.rank=1,2,4"]
+    assert cheap(*words, "data.train.limit=100,100,200") == 0
+    rows = table(tmp_path / "sweep")
+    assert (rows["adapter.rank"], rows["data.train.limit"]) == ([1, 2, 4], [100, 100, 200])
+    assert cheap("--design", "paired", "--grid", "adapter.rank=1,1", "data.train.limit=100,100") == 2
+    assert "adapter.rank=1 data.train.limit=100 are the same run" in capsys.readouterr().err
 
 
 def test_an_axis_over_a_whole_block_is_shown_as_written(cheap: Sweep, tmp_path: Path) -> None:
@@ -396,6 +406,30 @@ def test_bisection_finds_how_many_rows_each_point_fits(cheap: Sweep, tmp_path: P
     assert set(counts.values()) == {1}
     assert cheap(*words, "--epsilon", "0.2") == 1
     assert started(out) == counts and json.loads((out / "emc.json").read_text(encoding="utf-8")) == found
+
+
+@pytest.mark.parametrize("own", ["classes", "numbers"])
+def test_of_a_squared_loss_the_unexplained_share_says_which_rows_are_fitted(
+    cheap: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str
+) -> None:
+    """As it does for the threshold: its classes are right long before their labels are fitted; numbers have none."""
+
+    def fitted(context: Any, prepared: None) -> dict[str, Any]:
+        left = max(0.0, 1 - 40 * context.recipe.adapter.rank / context.recipe.data.train.limit)
+        of_numbers = {"rmse": {"value": 3 * left**0.5}, "mean_floor": {"value": 3.0}}
+        train = of_numbers if own == "numbers" else {"error": {"value": 0.0}, "unexplained": {"value": left}}
+        return {"train": train, "test": {"loss": {"value": 1.0}}}
+
+    monkeypatch.setattr(flatshift.experiments.workflows.train, "execute_parts", fitted)
+    assert cheap("--grid", "adapter.rank=1", "--seeds", "2", "--bisect", "data.train.limit=10..1000") == 0
+    (point,) = json.loads((tmp_path / "sweep" / "emc.json").read_text(encoding="utf-8"))["points"]
+    assert point["emc"] == pytest.approx(40 / 0.9, rel=0.1)
+    assert cheap("--grid", "data.train.limit=10,40,80,400", "adapter.rank=1", "--seeds", "2") == 0
+    data = read_sweep(tmp_path / "sweep")
+    assert data is not None
+    found = emc_table(SweepAnalysis(data).directions[0])
+    assert found is not None and "unexplained share of the training labels of 0.1" in found.caption
+    assert int(found.rows[0][1].split()[0]) in range(40, 48)
 
 
 def test_bisection_at_a_kind_with_settings_of_its_own(cheap: Sweep, tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from flatshift.experiments.results.analysis import (
     PANELS,
     AxisAnalysis,
     SweepAnalysis,
-    fit_name,
     is_capacity_axis,
     main_axis,
     sample_settings,
@@ -143,7 +142,7 @@ def sweep_tiles(data: SweepData, analysis: SweepAnalysis) -> list[KeyFigure]:
             tiles.append(KeyFigure("majority baseline", formats.number(floor), "", note))
         crossing = analysis.crossing(axis, {}) if len(data.axes) == 1 else None
         if crossing is not None:
-            note = f"{axis} at which the {fit_name(data)} crosses {data.epsilon:g}"
+            note = f"{axis} at which the {data.fit_name} crosses {data.epsilon:g}"
             tiles.append(KeyFigure("interpolation threshold", sweep_verdicts.format_crossing(crossing), "", note))
     low, high = data.seeds_each()
     note = f"{low} to {high} seeds" if low < high else f"{high} seed{'s' * (high != 1)} each"
@@ -235,7 +234,7 @@ def _threshold_notes(analysis: SweepAnalysis) -> list[str]:
         crossing = direction.crossing_at(setting)
         if crossing is not None and crossing.fitted != "some":
             sides[crossing.fitted].append(formats.setting(setting))
-    notes, fit = [], formats.capitalise(fit_name(direction.table))
+    notes, fit = [], formats.capitalise(direction.table.fit_name)
     for side, names in sides.items():
         if not names:
             continue
@@ -350,7 +349,7 @@ def _map_section(data: SweepData) -> Section:
         names = "-".join(a.rpartition(".")[2].replace("_", "-") for a in (x, y))
         for number, setting in enumerate(sample_settings(data, settings, 1 if len(pairs) > 1 else PANELS)):
             charts += heat_maps(data, x, y, setting, columns, name=f"sweep-map-{names}-{number}", epsilon=epsilon)
-    lead = f"The line is the interpolation threshold, where the mean {fit_name(data)} is {epsilon:g}.{note}"
+    lead = f"The line is the interpolation threshold, where the mean {data.fit_name} is {epsilon:g}.{note}"
     return Section("Maps", [ChartGroup(charts)], lead)
 
 

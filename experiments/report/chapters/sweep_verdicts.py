@@ -200,11 +200,11 @@ _COMPLEXITY, _MAX_TIES = "effective model complexity (training examples)", 3
 
 def emc_table(direction: AxisAnalysis) -> Table | None:
     """Tabulate each setting's effective model complexity from its sample-wise curve; None without one."""
-    if not direction.table.has("train.error"):
+    table, rows = direction.table, []
+    if not table.has(table.fitted_column):
         return None
-    rows = []
     for setting in direction.settings:
-        matrix = direction.table.matrix("train.error", direction.axis, setting)
+        matrix = table.matrix(table.fitted_column, direction.axis, setting)
         try:  # a diverged run fits nothing, as in a bisection
             errors = np.where(matrix.diverged, 1.0, matrix.y)
             emc = emc_from_curve(matrix.values, errors, direction.data.epsilon)
@@ -215,7 +215,7 @@ def emc_table(direction: AxisAnalysis) -> Table | None:
     if not rows:
         return None
     caption = (
-        "Effective model complexity: the most training examples that are still fitted to a mean train error of "
+        f"Effective model complexity: the most training examples that are still fitted to a mean {table.fit_name} of "
         f"{direction.data.epsilon:g}, with its 95 % interval over seeds, from the sample-wise curve."
     )
     return Table(["setting", _COMPLEXITY, "seeds"], rows, caption, frozenset({2}))
@@ -231,7 +231,7 @@ def bisection_table(data: SweepData) -> Table | None:
         text = format_complexity(p["emc"], p["low"], p["high"], p["side"], (tried[0], tried[-1]))
         rows.append([formats.setting(p["point"]) or "the recipe", text, ", ".join(f"{n:,}" for n in tried)])
     caption = (
-        "Effective model complexity by bisection: the most training examples that are still fitted to a mean train "
-        f"error of {data.epsilon:g}, with its 95 % interval over seeds; from emc.json."
+        "Effective model complexity by bisection: the most training examples that are still fitted to a mean "
+        f"{data.fit_name} of {data.epsilon:g}, with its 95 % interval over seeds; from emc.json."
     )
     return Table(["setting", _COMPLEXITY, "sizes tried"], rows, caption)

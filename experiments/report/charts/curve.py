@@ -14,8 +14,6 @@ from flatshift.experiments.results.analysis import (
     PANELS,
     AnalysedCurve,
     SweepAnalysis,
-    fit_name,
-    fitted_column,
     plottable_settings,
     sample_settings,
     undrawn_note,
@@ -92,7 +90,7 @@ def curve_chart(
             place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "va": "top"}
             place |= {"xytext": (5 if left else -5, -2), "ha": "left" if left else "right"}
             ax.annotate(
-                f"{formats.figure_name(fitted_column(table))} = {epsilon:g}", (at, 1.0), color=colour("muted"), **place
+                f"{formats.figure_name(table.fitted_column)} = {epsilon:g}", (at, 1.0), color=colour("muted"), **place
             )
         ends = []
         for line, curve in curves.items():
@@ -118,7 +116,7 @@ def curve_chart(
         counts = [p.n for curve in curves.values() for _, p in curve]
         caption = _caption(min(counts), max(counts))
         if threshold is not None:
-            where = f"where the mean {fit_name(table)} crosses {epsilon:g}"
+            where = f"where the mean {table.fit_name} crosses {epsilon:g}"
             caption += f" Dashed: {axis} = {formats.number(threshold)}, {where}."
         caption += " Shaded: where the peak test puts the peak." if shaded else ""
         kind, evidence = (analysed.verdict.kind, analysed.evidence) if analysed is not None else ("", ())

@@ -10,7 +10,6 @@ import numpy as np
 
 from flatshift.experiments.report import formats
 from flatshift.experiments.report.figure import Canvas, Chart, colour
-from flatshift.experiments.results.analysis import fitted_column
 from flatshift.experiments.results.table import Setting, SweepTable
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ def heat_maps(
         return []
     finite = np.concatenate([grid[np.isfinite(grid)] for grid in grids.values()])
     limits = float(finite.min()), float(finite.max())
-    fit = fitted_column(table)
+    fit = table.fitted_column
     fitted = table.grid(fit, x, y, setting)[:, start:] if table.has(fit) else None
     wide, high = map(len, values)
     x_labels, y_labels = (formats.shorten_labels([*map(formats.axis_value, each)], _LONGEST) for each in values)

@@ -60,7 +60,7 @@ Axes = dict[str, Values]
 
 def parse_grid(grid: Sequence[str]) -> Axes:
     """Parse texts such as `adapter.rank=1,2` and `optimizer.lr=1e-4..1e-2:log` to {key: values}. Raises UserError for a
-    missing `=`, no values, a repeated key or value, or an impossible range."""
+    missing `=`, no values, a repeated key, or an impossible range."""
     axes: Axes = {}
     for text in grid:
         key, equals, values = text.partition("=")
@@ -95,8 +95,6 @@ def axis_values(key: str, items: Sequence[Any]) -> Values:
             raise UserError(f"--grid {key}={values[0]}: not a range; write it as {key}=lo..hi or {key}=lo..hi:log")
     if not values or "" in values:
         raise UserError(f"--grid {key}: a value is missing; write key=v1,v2,…")
-    if len({repr(value) for value in values}) < len(values):
-        raise UserError(f"--grid {key}: a value is given twice")
     return values
 
 
@@ -124,6 +122,9 @@ def generate_points(
     different points; a larger count keeps the points of a smaller one. Raises UserError if the axes do not suit the
     design.
     """
+    for key, values in axes.items():  # in parallel, one axis may stand still while another moves
+        if design != "paired" and isinstance(values, list) and len(set(map(repr, values))) < len(values):
+            raise UserError(f"--grid {key}: a value is given twice")
     if design == "random":
         if count is None:
             raise UserError("--design random: say with --points N how many points to draw")

@@ -1,7 +1,8 @@
 """Effective model complexity of every point of a sweep: the most training rows that are still fitted, by bisection.
 
-A point is fitted with n rows when its mean train error over the seeds is at most ε (Nakkiran et al. 2020, "Deep double
-descent", definition 1). Every n tried is an ordinary cell: kept, shared, never run twice.
+A point is fitted with n rows when its mean train error over the seeds, of a squared loss the unexplained share of its
+labels' variance, is at most ε (Nakkiran et al. 2020, "Deep double descent", definition 1). Every n tried is an
+ordinary cell: kept, shared, never run twice.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.results.cells import EMC as EMC_FILE
-from flatshift.experiments.results.cells import read_result
+from flatshift.experiments.results.cells import FITS, read_result
 from flatshift.experiments.statistics.emc import EMC, effective_model_complexity
 from flatshift.experiments.studies.cell import Cell, point_label
 from flatshift.experiments.studies.sweep.axes import ValueRange, parse_range
@@ -109,12 +110,11 @@ class _PointSearch:
 
     def document(self, errors: Mapping[str, float]) -> dict[str, Any]:
         """Return its entry of emc.json."""
-        assert self.answer is not None
-        tried = []
+        answer, tried = self.answer, list[dict[str, Any]]()
+        assert answer is not None
         for rows, cells in sorted(self.tried.items()):
             train_errors = [error if math.isfinite(error := errors[cell.key]) else None for cell in cells]
             tried.append({"rows": rows, "train_error": train_errors, "cells": [cell.key for cell in cells]})
-        answer = self.answer
         interval = {"emc": answer.value, "low": answer.low, "high": answer.high, "side": answer.side}
         return {"point": self.cell.point, **interval, "text": str(answer), "tried": tried}
 
@@ -145,8 +145,8 @@ def bisect(
 
 
 def _train_error(out: Path, cell: Cell) -> float:
-    """Return the final train error of a cell; NaN if it diverged, which fits nothing. Raises UserError if it failed in
-    another way, which reveals nothing about rows, or if cells do not measure it."""
+    """Return what the final adapter of a cell leaves unfitted (`FITS`); NaN if it diverged, which fits nothing. Raises
+    UserError if it failed in another way, which reveals nothing about rows, or if cells do not measure it."""
     directory = out / "cells" / cell.key
     result = read_result(directory)
     assert result is not None
@@ -157,7 +157,8 @@ def _train_error(out: Path, cell: Cell) -> float:
             f"--bisect: cell {cell.key} ({cell.label}) failed: {result['reason']}; whether its rows are fitted is "
             "not known; --rerun-failed tries it again"
         )
-    error = final_metrics(directory).get("train.error")
+    metrics = final_metrics(directory)
+    error = next((metrics[name] for name in FITS if metrics.get(name) is not None), None)
     if error is None:
         raise UserError(
             f"--bisect: cell {cell.key} has no train error; evaluate training rows too (eval.train_limit) and, for "

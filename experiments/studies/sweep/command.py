@@ -118,8 +118,7 @@ def _plan_cells(
     request = replace(request, base=base)
     lines += describe_held_out_rows(base.resolved)
     cells = list(base.plan(request.axes, request.seeds, design=request.design, points=request.points))
-    if part is not None:
-        cells = part.cells(cells)
+    cells = cells if part is None else part.cells(cells)
     for line in lines:
         console.say(line)
     if _could_record(request):
@@ -298,8 +297,7 @@ def _write_outputs(
     table = write_table(out, cells, columns=columns)
     broken = [row for row in table if row["status"] != "done"]
     if broken:
-        example = f"{broken[0]['cell']}: {broken[0]['reason']}"
-        console.say(f"{len(broken)} cells diverged or failed, for example {example}")
+        console.say(f"{len(broken)} cells diverged or failed, for example {broken[0]['cell']}: {broken[0]['reason']}")
     if any(row["status"] == "failed" for row in table):
         console.say("--rerun-failed tries again those that did not diverge")
     write_done(out, directory.SEALED)

@@ -136,9 +136,9 @@ class SweepBase:
         that is not a valid run, and for two that would be the same run."""
         from flatshift.experiments.data.sources import list_source_files
 
-        labels: dict[str, str] = {}
+        labels: dict[str, tuple[int, str]] = {}
         first_seed = self.recipe.train.seed
-        for written in points:
+        for number, written in enumerate(points):
             components_first = sorted(written.items(), key=lambda item: kinds_first(item[0]))
             overrides = [from_override(key, value, f"--grid {key}") for key, value in components_first]
             overrides.append(from_override("train.seed", first_seed, "--seeds"))
@@ -160,9 +160,9 @@ class SweepBase:
                 train = dataclasses.replace(resolved.recipe.train, seed=seed)
                 seeded = dataclasses.replace(resolved, recipe=dataclasses.replace(resolved.recipe, train=train))
                 cell = make_cell(seeded, point=point, seed=seed, written=written)
-                if seed == first_seed and (other := labels.setdefault(cell.key, label)) != label:
+                if seed == first_seed and (other := labels.setdefault(cell.key, (number, label)))[0] != number:
                     raise UserError(
-                        f"--grid: {other} and {label} are the same run (0 is 0.0, and device and threads are no "
+                        f"--grid: {other[1]} and {label} are the same run (0 is 0.0, and device and threads are no "
                         "part of a result); leave one of them out"
                     )
                 yield cell

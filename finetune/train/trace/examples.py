@@ -111,7 +111,7 @@ class LabelNoise:
 
 
 def split_metrics(split: str, scores: ExampleScores, flipped: LabelNoise | None = None) -> dict[str, float | None]:
-    """Return `<split>.loss, .error` and, for tasks that predict tokens, `.exact_error`.
+    """Return `<split>.loss, .error` and, for tasks that predict tokens, `.exact_error`, else `.error.items`.
 
     With `flipped` also the error on clean and on noisy examples, and the shares of the latter that were memorised or
     recovered. A share of no examples is None. Means are over target tokens, or examples for classification;
@@ -124,6 +124,8 @@ def split_metrics(split: str, scores: ExampleScores, flipped: LabelNoise | None 
     }
     if scores.predicted is None:
         metrics["exact_error"] = _ratio(exact.sum(), len(exact))
+    else:
+        metrics["error.items"] = len(exact)
     if flipped is not None:
         noisy = flipped.mask
         recovered = None

@@ -108,6 +108,27 @@ def test_instability_needs_a_spike_or_sharpness(momentum):
     assert calm.kind == "undecided" and "no spike" in text(calm) and "not shown to exceed it" in text(calm)
 
 
+def test_runs_that_diverged_say_nothing_on_the_instability_of_others():
+    rng = np.random.default_rng(0)
+    tables = {
+        "train_loss": np.array([3.0, 2.0, 1.0, 2.0, 0.8, 0.4]) * np.exp(0.03 * rng.standard_normal((9, 6))),
+        "test": np.array([0.6, 0.5, 0.4, 0.45, 0.35, 0.3]) + 0.02 * rng.standard_normal((9, 6)),
+    }
+    steep = np.array([1, 1, 1, 1.4, 1, 1]) * np.exp(0.02 * rng.standard_normal((9, 6)))
+    steep[5:, 3] *= 6  # of the four that are lost at the last step
+    for table in tables.values():
+        table[5:, 5] = np.nan
+    for name in ("gradient_norm", "sharpness"):
+        found = [
+            determine_verdict(Curve(axis="step", values=[1, 2, 4, 8, 16, 32], **{k: t[rows] for k, t in given.items()}))
+            for given in [tables | {name: steep * (0.5 if name == "sharpness" else 1)}]
+            for rows in (slice(None), slice(5))
+        ]
+        said = [[sentence for sentence in verdict.evidence if " × " in sentence] for verdict in found]
+        assert said[0] == said[1] and len(said[0]) == 1
+        assert found[0].kind == found[1].kind == "undecided"
+
+
 def test_overfitting_rises_and_stays():
     verdict = determine_verdict(gradient_flow_curve())
     assert verdict.kind == "overfitting" and "rises from" in text(verdict)

@@ -90,12 +90,13 @@ def test_split_figures_of_classes_by_hand():
     assert figures == {
         "train.loss": pytest.approx(0.9),
         "train.error": 0.5,
+        "train.error.items": 4,  # whose binomial variance is the least of a run along the steps
         "train.error_clean": 0.0,
         "train.error_noisy": pytest.approx(2 / 3),
         "train.memorised": pytest.approx(1 / 3),  # the last says what it was told
         "train.recovered": pytest.approx(1 / 3),  # the second says what is true; the third neither
     }
-    assert split_metrics("test", judged).keys() == {"test.loss", "test.error"}
+    assert split_metrics("test", judged).keys() == {"test.loss", "test.error", "test.error.items"}
 
 
 def test_split_figures_of_tokens_by_hand():

@@ -83,6 +83,7 @@ def test_small_random_space_is_exhausted_without_repeats() -> None:
         (["adapter.rank="], "grid", None, "key=v1"),
         (["adapter.rank=1,,2"], "grid", None, "a value is missing"),
         (["adapter.rank=1,1"], "grid", None, "given twice"),
+        (["adapter.rank=1,1", "train.steps=2,3"], "random", 2, "given twice"),
         (["adapter.rank=1", "adapter.rank=2"], "grid", None, "given twice"),
         (["adapter.rnk=1"], "grid", None, "'rank'"),
         (["adapter.rank=x"], "grid", None, "whole number"),
