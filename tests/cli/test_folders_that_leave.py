@@ -12,7 +12,13 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+)
 
 from benchmarks._families import named, save_family, train_words
 from flatshift.cli import run
@@ -217,8 +223,14 @@ def test_a_vision_tower_gets_no_adapter_unless_it_is_asked_for(tmp_path: Path) -
     """Its patches (16 of them) are no bound for text either."""
     family = named("Gemma 3 with")
     backbone = save_family(family, tmp_path / "backbone")
+    images = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 64, "width": 64}}
+    (backbone / "preprocessor_config.json").write_text(json.dumps(images), encoding="utf-8")
     words = train_words(family, backbone, tmp_path / "run")
     assert run(words) == 0
+    (tmp_path / "merged").mkdir()
+    recipe = resume_recipe(tmp_path / "run").recipe
+    merging.write_merged(tmp_path / "merged", folder_check.ExportedRun.open(tmp_path / "run", recipe))
+    assert AutoImageProcessor.from_pretrained(tmp_path / "merged").size["height"] == 64
     keys = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors").keys()
     assert len(keys) == 28 and all(".language_model." in key for key in keys)
     asked = [*train_words(family, backbone, tmp_path / "asked"), "--adapter.targets", "[q_proj, fc1]"]
