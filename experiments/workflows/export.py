@@ -284,9 +284,10 @@ def write_merged(folder: Path, run: ExportedRun, dtype: Dtype = "auto") -> Merge
         _restore_older_keys(open_backbone(recipe.backbone).directory / "config.json", folder / "config.json")
     if model.can_generate():
         save_generation_settings(recipe, folder, run.ends)
-    tokenizer, tokenized = save_tokenizer(recipe, folder, rows=run.rows)
-    name = str(stored).removeprefix("torch.")
-    return Merged(name, stored.itemsize >= 4, written.rounding.by_dtype, largest, tokenizer, tokenized)
+    for file in open_backbone(recipe.backbone).directory.glob("*processor_config.json"):
+        shutil.copyfile(file, folder / file.name)  # of images, which AutoProcessor reads
+    name, saved = str(stored).removeprefix("torch."), save_tokenizer(recipe, folder, rows=run.rows)
+    return Merged(name, stored.itemsize >= 4, written.rounding.by_dtype, largest, *saved)
 
 
 def _restore_older_keys(source: Path, target: Path) -> None:

@@ -235,11 +235,9 @@ def _build_request(run: ExportedRun, expected: ExpectedAnswers, folder: Folder) 
     classes = None
     if task.has_classes and task.traits.is_sequence_level and not folder.adapter:
         classes = "one" if task.one_class else "several"
-    kind, options = auto_class(task, num_labels=None, label_names=labels)
-    own = {name: value for name, value in options.items() if name == "num_labels"} if folder.adapter else {}
-    if folder.adapter and task.traits.is_sequence_level:
-        own |= {"num_labels": len(labels) if labels else 1, "ignore_mismatched_sizes": True}
-        own["pad_token_id"] = backbone.tokenizer.pad_token_id
+    kind, _ = auto_class(task, num_labels=None, label_names=labels)
+    has_head = folder.adapter and task.traits.is_sequence_level
+    own = {"num_labels": len(labels) if labels else 1, "ignore_mismatched_sizes": True} if has_head else {}
     return {
         "folder": str(folder.path.resolve()),
         "backbone": str(backbone.directory.resolve()) if folder.adapter else None,
@@ -366,9 +364,8 @@ def _choose_prompts(recipe: Recipe, rows: RunRows | None, tokenizer: Any) -> lis
     questions: list[GenerationPrompt] = []
     if rows is not None:
         with contextlib.suppress(UserError):
-            questions = task.input_format.build_prompts(
-                [row for row, _ in rows[:_PROMPTS]], tokenizer, bad_rows="skip"
-            )[0]
+            asked = [row for row, _ in rows[:_PROMPTS]]
+            questions = task.input_format.build_prompts(asked, tokenizer, bad_rows="skip")[0]
     if not questions:
         questions = task.input_format.build_text_prompts(
             ["some text", "A second, longer one: 1 + 1 ="], tokenizer, raw=True

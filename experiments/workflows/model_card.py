@@ -400,9 +400,9 @@ def sample_prompt(task: Task) -> str:
 def _usage_code(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: str, *, merged: bool) -> str:
     task = recipe.task
     use = usage_example(task, tokenizer, labels)
-    special = ", add_special_tokens=False" if use.has_special_tokens else ""
-    if task.traits.is_sequence_level or task.traits.masks_tokens:  # longer rows were cut
-        special = ", truncation=True"
+    special, arguments = ", add_special_tokens=False" if use.has_special_tokens else "", "input_ids=ids"
+    if (has_head := task.traits.is_sequence_level) or task.traits.masks_tokens:  # rows were cut, pairs have segments
+        special, arguments = ", truncation=True", "**inputs"
     pair = "; the second text of a pair goes after the first" if "text2" in task.optional_columns() else ""
     options = "" if merged else f", eos_token_id={use.ends}, pad_token_id={tokenizer.pad_token_id}"
     if merged:
@@ -420,6 +420,7 @@ def _usage_code(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, ba
             "",
             "tokenizer = AutoTokenizer.from_pretrained(ADAPTER)",
             f"backbone = {task.traits.auto_class}.from_pretrained(BACKBONE, dtype=torch.float32{use.options})",
+            *["backbone.config.get_text_config().pad_token_id = tokenizer.pad_token_id"] * has_head,
             "model = PeftModel.from_pretrained(backbone, ADAPTER).eval()",
         ]
     lines = [
@@ -430,13 +431,13 @@ def _usage_code(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, ba
         *loading,
         "",
         *use.ask,
-        f"ids = tokenizer({use.text}, return_tensors='pt'{special})['input_ids']  # as in training{pair}",
+        f"inputs = tokenizer({use.text}, return_tensors='pt'{special})  # as in training{pair}",
+        "ids = inputs['input_ids']",
     ]
-    decoder = ""
     if task.traits.is_generative and task.traits.encoder_decoder:
         lines.append("decoder_input_ids = torch.tensor([[model.config.decoder_start_token_id]])")
-        decoder = ", decoder_input_ids=decoder_input_ids"
-    lines += ["with torch.no_grad():", f"    logits = model(input_ids=ids{decoder}).logits"]
+        arguments += ", decoder_input_ids=decoder_input_ids"
+    lines += ["with torch.no_grad():", f"    logits = model({arguments}).logits"]
     if task.traits.is_generative:
         lines.append(
             "    answer = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), "

@@ -97,6 +97,7 @@ def load_folder(request: Mapping[str, Any], work: Path) -> Any:
     if request["backbone"] is not None:
         from peft import PeftModel
 
+        model.config.get_text_config().pad_token_id = request["pad"]  # a head finds the end of a text by it
         model = PeftModel.from_pretrained(model, request["folder"])
     if request["memory"] is not None:  # by the names in the model that PEFT wraps
         stream_weights(model, lambda name: weights(name.removeprefix("base_model.model.").replace(".base_layer", "")))

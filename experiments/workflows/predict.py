@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -335,5 +336,5 @@ def _iter_records(files: Iterable[Path]) -> Iterator[Record]:
 def _format_cell(value: Any, raw: bool) -> Any:
     if isinstance(value, list | dict):
         return json.dumps(value, ensure_ascii=False)
-    is_formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
+    is_formula = isinstance(value, str) and re.match(r"[=@\t\r]|[+-](?!\d+(\.\d+)?\Z)", value)
     return f"'{value}" if is_formula and not raw else value

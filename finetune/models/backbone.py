@@ -368,8 +368,7 @@ def _is_hub_reachable() -> bool:
 
 def _suggest_names(name: str) -> str:
     shipped = assets.list_backbones()
-    path = user_path(name)
-    siblings = [str(path.parent / p.name) for p in path.parent.glob("*/")] if path.parent.is_dir() else []
+    siblings = [str(file.parent) for file in user_path(name).parent.glob("*/config.json")]
     nearest = difflib.get_close_matches(name, [*shipped, *siblings], n=1, cutoff=0.6)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
     return f"{hint}shipped: {', '.join(shipped) or 'none'}"

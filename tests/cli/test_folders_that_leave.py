@@ -10,13 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+)
 
 from benchmarks._families import named, save_family, train_words
 from flatshift.cli import run
-from flatshift.experiments.recipe import resume_recipe
+from flatshift.experiments.recipe import load_recipe, resume_recipe
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.workflows import export as merging
 from flatshift.experiments.workflows import folder_check
@@ -26,6 +32,7 @@ from flatshift.experiments.workflows.folder_check import (
     read_trained_ends,
     save_generation_settings,
 )
+from flatshift.experiments.workflows.plain_check import load_folder
 from flatshift.finetune.data.encoding import find_end_tokens
 from flatshift.finetune.data.example import IGNORE, Example
 from flatshift.finetune.models.gguf_tensors import configuration, undone
@@ -216,8 +223,14 @@ def test_a_vision_tower_gets_no_adapter_unless_it_is_asked_for(tmp_path: Path) -
     """Its patches (16 of them) are no bound for text either."""
     family = named("Gemma 3 with")
     backbone = save_family(family, tmp_path / "backbone")
+    images = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 64, "width": 64}}
+    (backbone / "preprocessor_config.json").write_text(json.dumps(images), encoding="utf-8")
     words = train_words(family, backbone, tmp_path / "run")
     assert run(words) == 0
+    (tmp_path / "merged").mkdir()
+    recipe = resume_recipe(tmp_path / "run").recipe
+    merging.write_merged(tmp_path / "merged", folder_check.ExportedRun.open(tmp_path / "run", recipe))
+    assert AutoImageProcessor.from_pretrained(tmp_path / "merged").size["height"] == 64
     keys = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors").keys()
     assert len(keys) == 28 and all(".language_model." in key for key in keys)
     asked = [*train_words(family, backbone, tmp_path / "asked"), "--adapter.targets", "[q_proj, fc1]"]
@@ -227,6 +240,23 @@ def test_a_vision_tower_gets_no_adapter_unless_it_is_asked_for(tmp_path: Path) -
         (False, "q_proj"),
         (True, "fc1"),
     }
+
+
+def test_a_head_over_a_decoder_with_a_vision_tower_is_asked_in_plain_peft(tmp_path: Path) -> None:
+    """Its padding, by which a head finds the end of a text, is a setting of its text part alone."""
+    backbone = save_family(named("Gemma 3 with"), tmp_path / "backbone")
+    recipe = dataclasses.replace(load_recipe("classify").recipe, backbone=str(backbone))
+    head = AutoModelForSequenceClassification.from_pretrained(backbone, num_labels=3)
+    config = LoraConfig(target_modules=r".*language_model.*q_proj", modules_to_save=["score"], task_type="SEQ_CLS")
+    get_peft_model(head, config).save_pretrained(tmp_path / "adapter")
+    run = folder_check.ExportedRun(tmp_path, recipe, ("a", "b", "c"), None, [])
+    expected = folder_check.ExpectedAnswers(tmp_path, ("input_ids",), 0, True, 0, [], None)
+    folder = folder_check.Folder(tmp_path / "adapter", exact=True, adapter=True)
+    model = load_folder(folder_check._build_request(run, expected, folder), tmp_path)
+    with torch.no_grad():
+        ids = torch.tensor([[9, 8, 7], [1, 9, 8]])
+        assert model(input_ids=ids, attention_mask=(ids != 1).long()).logits.shape == (2, 3)
+    assert model.config.get_text_config().pad_token_id == 1
 
 
 def test_a_backbone_without_an_end_gets_the_trained_one(tied: Path, tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.tasks import Chat, Completion, Seq2Seq
 from tests.support.chat_models import chat_tokenizer
 from tests.support.commands import flags
+from tests.support.data_models import bert_tokenizer, tiny_model
 
 pytestmark = pytest.mark.usefixtures("warm_checks")
 
@@ -474,6 +475,25 @@ def test_the_card_says_which_rows_were_read_and_how_a_head_reads_a_text() -> Non
     assert "set apart for dev.\n" in text
     code = _usage_code(recipe, open_backbone(recipe.backbone).tokenizer, ("no", "yes"), recipe.backbone, merged=False)
     assert "tokenizer('some text', return_tensors='pt', truncation=True)" in code and "second text of a pair" in code
+
+
+def test_the_card_asks_a_head_as_training_did(tmp_path: Path, monkeypatch) -> None:
+    """With the segments of a pair, and with the padding by which a decoder's head finds the end of a text."""
+    tokenizer, recipe = bert_tokenizer(), load_recipe("classify").recipe
+    tiny_model("bert-classes", len(tokenizer)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    code = _usage_code(recipe, tokenizer, ("a", "b", "c"), "org/base", merged=True)
+    names: dict[str, Any] = {}
+    exec(code.replace("tokenizer('some text'", "tokenizer('some', 'text'"), names)
+    pair = tokenizer("some", "text", return_tensors="pt")
+    assert pair["token_type_ids"].sum() > 0
+    with torch.no_grad():
+        assert torch.equal(names["logits"], names["model"](**pair).logits)
+    code = _usage_code(recipe, tokenizer, ("a", "b", "c"), "org/base", merged=False)
+    assert "\nbackbone.config.get_text_config().pad_token_id = tokenizer.pad_token_id\n" in code
+    code = _usage_code(load_recipe("completion").recipe, tokenizer, None, "org/base", merged=False)
+    assert "get_text_config" not in code
 
 
 def test_a_local_backbone_gets_its_hub_name(tmp_path: Path, capsys) -> None:

@@ -98,6 +98,15 @@ def test_formats_hold_the_same(trained: Callable[..., Path], tmp_path: Path, suf
         assert [(f["id"], f["label"]) for f in found] == [(one["id"], one["label"]) for one in lines]
 
 
+def test_numbers_are_no_formulas(tmp_path: Path) -> None:
+    texts = ["-1", "+1", "-0.5", "-1-1", "+x", "-", "=1", "-1\n", "1"]
+    part = write(tmp_path / "part-0.jsonl", [{"label": text} for text in texts])
+    predict._join_parts([part], tmp_path / "said.csv", ".csv", raw=False)
+    with (tmp_path / "said.csv").open(encoding="utf-8", newline="") as stream:
+        found = [one["label"] for one in csv.DictReader(stream)]
+    assert found == ["-1", "+1", "-0.5", "'-1-1", "'+x", "'-", "'=1", "'-1\n", "1"]
+
+
 def test_a_kill_loses_no_part_and_another_run_is_refused(
     trained: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -168,6 +168,12 @@ def test_missing_directory_names_what_ships(offline, llama):
         open_backbone(near)
 
 
+def test_a_missing_directory_suggests_no_folder_that_is_no_model(offline, tmp_path):
+    (tmp_path / "run").mkdir()
+    with pytest.raises(UserError, match="no such directory; shipped: flatshift-5m"):
+        open_backbone(str(tmp_path / "b-run"))
+
+
 def test_unknown_name_offline_is_answered_at_once(offline):
     with pytest.raises(UserError, match="did you mean 'flatshift-5m'"):
         open_backbone("flatshift-5n")
