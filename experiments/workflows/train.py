@@ -373,7 +373,7 @@ def _evaluate(context: RunContext, prepared: PreparedData, stage: OpenStage) -> 
     if world.is_main and not recipe.eval.cold:  # from an earlier evaluation
         for name in (COLD, COLD_ROWS):
             (path / name).unlink(missing_ok=True)
-    new_head = recipe.task.traits.is_sequence_level or getattr(engine.peft.get_base_model(), "new_parameters", ())
+    new_head = recipe.task.traits.is_sequence_level or bool(getattr(engine.peft.get_base_model(), "new_parameters", ()))
     if recipe.eval.cold and (new_head or recipe.adapter.soft_tokens is not None):
         context.console.say("eval.cold: without its trained head or soft tokens this backbone has nothing to evaluate")
     elif recipe.eval.cold and not context.cell:
