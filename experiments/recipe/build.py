@@ -26,7 +26,9 @@ _MAX_LIST = 160  # characters of a list of known names
 def suggest_nearest(word: str, known: typing.Iterable[str]) -> str:
     """Return `; did you mean 'x'?`, or the list of known names if none is near."""
     known = sorted(known)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5) if len(word) <= _MAX_WORD else []
+    begins = [name for name in known if len(name) > 3 and word.startswith(name)][-1:]
+    cutoff = 0.7 if begins else 0.5
+    close = (difflib.get_close_matches(word, known, 1, cutoff) if len(word) <= _MAX_WORD else []) or begins
     if close:
         return f"; did you mean {close[0]!r}?"
     listed = [name for i, name in enumerate(known) if len(", ".join(known[: i + 1])) <= _MAX_LIST]

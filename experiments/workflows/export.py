@@ -152,7 +152,7 @@ def _parse_weighted_adapter(text: str, recipe: Recipe) -> tuple[SavedAdapter, fl
     saved = SavedAdapter.find(name, context="--add")
     run = saved.path.parent
     if (run / RECIPE).is_file() and not (run / DONE).exists() and not awaits_evaluation(run, resume_recipe(run).recipe):
-        raise UserError(f"--add: {run} is not finished, it has no {DONE}; finish it, or restore that")
+        raise UserError(f"--add: {run} is not finished, it has no {DONE}; finish it, or restore the file")
     saved.require_backbone(open_backbone(recipe.backbone), context="--add")
     return saved, weight
 
@@ -163,7 +163,7 @@ def require_trained(path: Path, recipe: Recipe) -> None:
     missing = [name for name in ("adapter", "eval.json", DONE) if not (path / name).exists()]
     if missing and not awaits_evaluation(path, recipe):
         raise UserError(
-            f"{path} is not finished, it has no {missing[0]}; finish it with `{resume_command(path)}`, or restore that"
+            f"{path} is not finished, it has no {missing[0]}; finish it with `{resume_command(path)}`, or restore it"
         )
     check_run(path, recipe)
 
@@ -429,9 +429,9 @@ def files_to_upload(folder: Path) -> dict[str, Path]:
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; make one with `flatshift export` or `flatshift merge`")
     if (folder / RECIPE).is_file():
-        raise UserError(
-            f"{folder} is a run directory, which names files of this machine; push what `export` makes of it"
-        )
+        kind = "selection's" if (folder / "selected.jsonl").is_file() else "run"
+        problem = f"{folder} is a {kind} directory, which names files of this machine"
+        raise UserError(f"{problem}; push what `flatshift export` makes of a finished run")
     if not (folder / "README.md").is_file():
         raise UserError(f"{folder} has no README.md, so it is no folder of `flatshift export` or `flatshift merge`")
     files = {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if not file.is_dir()}

@@ -167,14 +167,14 @@ def predict_from_run(
     overrides: Sequence[Branch] = (),
     raw: bool = False,
     quiet: bool = False,
-) -> int:
+) -> tuple[int, list[str]]:
     """Write the predictions of the run at `path` for every row of `data` to `out` (.jsonl, .csv, .tsv or .parquet).
 
     Finished parts are kept next to `out` until it is complete; the same call continues with them. After a refusal, a
     call with corrected files continues too: parts of unchanged rows are kept.
     overrides: as of `Predictor`, and `data.bad_rows`. raw: leave texts of .csv and .tsv as they are that a spreadsheet
     would take for formulas.
-    Returns the number of rows.
+    Returns the number of rows, and the places and reasons of those left out as bad.
     Raises UserError as `Predictor`; for an `out` of another kind, that exists or is in use; for bad rows; and for parts
     that a killed call has of another run or other data.
     """
@@ -211,12 +211,14 @@ def predict_from_run(
                 console.task("predicting", None if None in counts else sum(counts), "rows") as bar,
             ):
                 done, found = _write_parts(predictor, rows, parts, bar, console)
+            skipped += found["skipped"]
             if not done:
-                raise UserError(f"{', '.join(map(str, data))}: no row is left to predict")
+                bad = f"; {len(skipped):,} are bad, first {skipped[0]}" if skipped else ""
+                raise UserError(f"{', '.join(map(str, data))}: no row is left to predict{bad}")
             with atomic_file(out) as temporary:
                 _join_parts(sorted(parts.glob(_PART_FILES)), temporary, out.suffix, raw=raw)
             shutil.rmtree(parts)
-        if skipped := [*skipped, *found["skipped"]]:
+        if skipped:
             console.say(f"skipped {len(skipped):,} bad rows, first {skipped[0]}")
         if count := found["truncated"]:
             limit = predictor.recipe.train.max_length
@@ -226,7 +228,7 @@ def predict_from_run(
             console.say(
                 f"{count:,} of {done:,} answers did not end within {limit} tokens; --max-new-tokens N allows more"
             )
-    return done
+    return done, skipped
 
 
 def _open_parts(parts: Path, settings: Mapping[str, Any]) -> None:

@@ -251,7 +251,7 @@ def _read_jsonl(path: DataFile) -> Iterator[FileRecord]:
             if start == b"{" or start.startswith(b"["):
                 kind = "object over several lines;" if start == b"{" else "array; name the file .json, or"
                 raise UserError(f"{path}:1: a JSON {kind} write one object a line") from error
-            problem = f"not valid JSON ({error.msg} at column {error.colno})"
+            problem = f"not valid JSON ({error.msg.removesuffix(' at')} at column {error.colno})"
         except RecursionError:
             problem = _TOO_DEEP
         except ValueError:  # the only other error of json.loads

@@ -300,10 +300,10 @@ class Trainer:
             ):
                 yield
         except KeyboardInterrupt as error:
-            raise Interrupted(
-                f"{self.stage.name} stopped inside step {self.state.step + 1}; resuming continues from the newest "
-                "checkpoint"
-            ) from error
+            saved = self.checkpointer.saved_step
+            then = f"step {saved}, the newest checkpoint" if saved > 0 else "step 0, as there is no checkpoint yet"
+            problem = f"{self.stage.name} stopped inside step {self.state.step + 1}; resuming continues from {then}"
+            raise Interrupted(problem) from error
         finally:
             self.expert_load.detach()
             self.regularizer.detach()

@@ -62,9 +62,9 @@ def run(argv: list[str]) -> int:
     if flags.raw and flags.out.suffix not in (".csv", ".tsv"):
         raise UserError(f"--raw is of .csv and .tsv, and {flags.out} has no cells that are quoted; leave it out")
     quiet = flags.quiet or flags.json
-    count = predict_from_run(flags.run, flags.data, flags.out, overrides=overrides, raw=flags.raw, quiet=quiet)
+    count, skipped = predict_from_run(flags.run, flags.data, flags.out, overrides=overrides, raw=flags.raw, quiet=quiet)
     if flags.json:
-        print_json({"file": str(flags.out), "rows": count})
+        print_json({"file": str(flags.out), "rows": count, "skipped": skipped})
     elif not flags.quiet:
         print(f"{flags.out}: {count:,} rows")
         words = recipe_arguments(argv, Flags, without="train")

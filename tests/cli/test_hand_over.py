@@ -299,8 +299,13 @@ def test_push_uploads_and_compares(exported: Path, capsys, monkeypatch) -> None:
 
 
 def test_push_takes_only_what_is_made_to_be_handed_on(exported: Path, written: Path, tmp_path: Path, capsys) -> None:
+    picked = tmp_path / "picked"
+    picked.mkdir()
+    for name in ("recipe.resolved.yaml", "selected.jsonl"):
+        (picked / name).touch()
     for words, message in (
-        ([str(written), "org/x"], "is a run directory, which names files of this machine"),
+        ([str(written), "org/x"], f"{written} is a run directory, which names files of this machine; push what"),
+        ([str(picked), "org/x"], "picked is a selection's directory"),
         ([str(tmp_path / "nowhere"), "org/x"], "no such folder"),
         ([str(exported), "not a name"], "no name of the model hub"),
         ([str(exported), "my-adapter"], "give ORGANISATION/my-adapter"),

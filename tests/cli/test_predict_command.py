@@ -272,10 +272,14 @@ def test_skipped_rows_are_not_counted(
     data = write(tmp_path / "new.jsonl", [{"text": text} for text in ("one card", "  ", "two cards", "")])
     words = ["predict", str(out), "--data", str(data), "--bad-rows", "skip", "--out"]
     assert run([*words, str(tmp_path / "said.csv"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["rows"] == 2
-    write(data, [{"text": " "}])
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["rows"] == 2
+    assert answer["skipped"] == [f"{data}:2: the text is empty", f"{data}:4: the text is empty"]
+    write(data, [{"body": "one card"}])
     assert run([*words, str(tmp_path / "none.csv")]) == 2
-    assert "no row is left to predict" in capsys.readouterr().err and not (tmp_path / "none.csv").exists()
+    said = capsys.readouterr().err
+    assert f"no row is left to predict; 1 are bad, first {data}:1: no column 'text'; there are 'body'" in said
+    assert not (tmp_path / "none.csv").exists()
     from flatshift.outcome import print_prediction_outcome
 
     for turn, proposes in (({"from": "human", "value": "Hi"}, False), ("Hi", True)):

@@ -121,7 +121,7 @@ def _evaluation_sections(run: RunResults) -> list[Section]:
                 )
     if rows:
         lead = "How far the warm-up moved the backbone towards the target's own texts, labels unseen."
-        caption = "Both are evaluated on the same rows; bootstrap intervals are of each, not of the difference."
+        caption = "Both are evaluated on the same rows; intervals are of each, not of the difference."
         sections.append(Section("The warm-up's shift", [Table.of(rows, caption, words=("split", "metric"))], lead))
     return sections
 
@@ -158,7 +158,7 @@ def _metric_table(tree: dict[str, dict[str, dict[str, Any]]]) -> Table:
             rows.append([find_metric(floor).title, *map(formats.number, values)])
     counts = [max((int(c.get("n") or 0) for c in cells.values()), default=0) for cells in tree.values()]
     rows.append(["items", *(formats.number(n) if n else "–" for n in counts)])
-    note = "Bootstrap intervals over items; they say nothing about other seeds."
+    note = "Intervals are over items; they say nothing about other seeds."
     return Table(["metric", *tree], rows, note, frozenset(range(1, len(tree) + 1)))
 
 

@@ -269,7 +269,7 @@ def _evaluation_chart(
             canvas.text(left, height - 13, f"● {split}", colour=SPLIT_COLOUR.get(split, "purple"), weight="bold")
             left += 30 + 7 * len(split)
         n = max(int(cell.get("n") or 0) for _, _, cell in rows)
-        caption = f"Dot: value; bar: bootstrap interval over up to {n:,} items." if n else "Dot: value."
+        caption = f"Dot: value; bar: interval over up to {n:,} items." if n else "Dot: value."
         if floors and "accuracy" in heights:
             caption += " Upright mark: the majority baseline, which is always answering the commonest class."
         title = f"{formats.capitalise(', '.join(titles))} by split"

@@ -53,6 +53,7 @@ def test_blocks_are_read_from_yaml_and_flags(tmp_path: Path) -> None:
             r"adapter\.projector\.inject cannot be 8; known: first, or a list, as \[8\]$",
         ),
         ("adapter: {soft_tokens: 1, projector: {inject: frist}}", r"inject cannot be 'frist'; did you mean 'first'\?$"),
+        ("optimizer: {schedule: cosine_with_restarts}", r"cannot be 'cosine_with_restarts'; did you mean 'cosine'\?$"),
         ("tracker: {kinds: [tensorbord]}", r"r\.yaml:1: tracker\.kinds\[0\] cannot be 'tensorbord'"),
     ],
 )

@@ -151,6 +151,19 @@ def test_early_stopping_of_transformers_is_our_patience_and_survives_a_resume(so
     assert fit(source, tmp_path / "run", [EarlyStoppingCallback(early_stopping_patience=3)], **how) == theirs
 
 
+@pytest.mark.parametrize(
+    ("step", "then"), [(2, "step 0, as there is no checkpoint yet"), (5, "step 3, the newest checkpoint")]
+)
+def test_a_cut_step_says_where_resuming_goes_on(source, tmp_path, step, then):
+    class Cut(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == step - 1:
+                raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted, match=f"stopped inside step {step}; resuming continues from {then}"):
+        fit(source, tmp_path / "run", [Cut()], save_every=3)
+
+
 def test_every_dev_metric_is_reported_so_that_early_stopping_finds_that_of_train_best():
     stage = TrainingStage(
         **dict.fromkeys(("name", "batches", "evaluate", "regularizer", "seed")), task=Classify(), dev=examples(1),
