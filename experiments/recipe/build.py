@@ -121,10 +121,10 @@ def _build_component(components: list[type], tree: Tree, path: str, origins: Ori
     """Build the single dataclass, or the one of a union that `kind` names (by default the first)."""
     # a field's default is its class attribute
     kinds = {getattr(component, "kind", ""): component for component in components}
+    if "" not in kinds and isinstance(tree, Leaf) and isinstance(tree.value, str):
+        tree = Branch({"kind": tree}, tree.location, {"kind": tree.location})
     if "" in kinds or len(components) == 1:  # a single component may have a `kind` field itself (optimizer)
         return build_settings(components[0], tree, path=path, origins=origins)
-    if isinstance(tree, Leaf) and isinstance(tree.value, str):
-        tree = Branch({"kind": tree}, tree.location, {"kind": tree.location})
     if not isinstance(tree, Branch):
         raise UserError(f"{tree.location}: {path} must name a kind{suggest_nearest('', kinds)}")
     kind = tree.children.get("kind")
