@@ -52,16 +52,13 @@ def build_settings(cls: type, tree: Tree, *, path: str = "", origins: Origins | 
             raise UserError(f"{location}: unknown key {_quote(_join_path(path, key))}{suggest_nearest(key, names)}")
         values[names[key]] = _build_value(hints[names[key]], child, _join_path(path, key), origins)
     for field in dataclasses.fields(cls):
-        if field.name not in values and field.default is field.default_factory is dataclasses.MISSING:
-            raise UserError(
-                f"{tree.location}: {_join_path(path, setting_key(field.name))} is missing; it has no default"
-            )
-    for field in dataclasses.fields(cls):
         value, key = values.get(field.name), setting_key(field.name)
-        empty = value == "" or (type(value) is tuple and "" in value)
-        if empty and field.default != "" and _join_path(path, key) not in _MAY_BE_EMPTY:
+        name, empty = _join_path(path, key), value == "" or (type(value) is tuple and "" in value)
+        if field.name not in values and field.default is field.default_factory is dataclasses.MISSING:
+            raise UserError(f"{tree.location}: {name} is missing; it has no default")
+        if empty and field.default != "" and name not in _MAY_BE_EMPTY:
             location = tree.keys.get(key, tree.location)
-            raise UserError(f"{location}: {_join_path(path, key)} cannot be ''; give it a value, or leave it out")
+            raise UserError(f"{location}: {name} cannot be ''; give it a value, or leave it out")
     try:
         return cls(**values)
     except ValueError as error:

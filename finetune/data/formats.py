@@ -47,6 +47,7 @@ LONGEST_LINE = 1 << 26
 DEEPEST = 64
 _CHUNK = 1 << 18
 _File = TypeVar("_File", Path, RemoteFile)
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _BLANK = re.compile(r"[ \t\r\n]*")
 _WRAPPED = re.compile(r'\{\s*"data"\s*:\s*\[\s*\{')
 """Start of a file whose rows are an array under `data`. It needs an object in the array, so that a JSONL line with
@@ -117,8 +118,8 @@ def split_suffix(path: DataFile) -> tuple[str, str]:
 
 
 def select_known_format(directory: str, entries: Sequence[_File]) -> list[_File]:
-    """Return the `entries` of a directory that are files in a known format; hidden files are ignored, as are files about
-    the data, and text files next to files of records.
+    """Return the `entries` of a directory that are files in a known format; hidden files and those about the data are
+    ignored, as are text files next to files of records.
 
     Raises UserError if there is none, or there are several formats (one of them may not be data).
     """
@@ -460,13 +461,7 @@ def _read_csv(path: DataFile, kind: str) -> Iterator[FileRecord]:
 
 def has_lone_surrogate(text: str) -> bool:
     """Return True if the string has a lone surrogate, which UTF-8 cannot encode and no tokenizer accepts."""
-    if text.isascii():
-        return False
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return True
-    return False
+    return not text.isascii() and _LONE_SURROGATE.search(text) is not None
 
 
 def _read_parquet(path: DataFile) -> Iterator[FileRecord]:

@@ -114,7 +114,7 @@ def test_an_optimizer_is_named_by_its_kind_alone(schema: dict[str, Any], tmp_pat
     (tmp_path / "mine.yaml").write_text("optimizer: lora-muon")
     assert load_recipe(str(tmp_path / "mine.yaml")).recipe.optimizer.kind == "lora-muon"
     assert is_valid(schema, "optimizer: lora-muon")
-    with pytest.raises(UserError, match="mine.yaml:1: optimizer.kind cannot be 'adam'; did you mean 'adamw'"):
+    with pytest.raises(UserError, match=r"mine.yaml:1: optimizer.kind cannot be 'adam'; did you mean 'adamw'"):
         (tmp_path / "mine.yaml").write_text("optimizer: adam")
         load_recipe(str(tmp_path / "mine.yaml"))
 
