@@ -193,6 +193,9 @@ def main() -> None:
     """Entry point of the console script."""
     for number in (signal.SIGTERM, signal.SIGUSR1):  # Ctrl-C raises KeyboardInterrupt anyway
         signal.signal(number, _on_terminate)
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller (`>&-`): its number must not become that of a file
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if name == "stdin" else "w"))
     # Messages may contain text from the user's files, which a terminal in another encoding must not make fail.
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

@@ -54,16 +54,13 @@ def build_settings(cls: type, tree: Tree, *, path: str = "", origins: Origins | 
             raise UserError(f"{location}: unknown key {_quote(_join_path(path, key))}{suggest_nearest(key, names)}")
         values[names[key]] = _build_value(hints[names[key]], child, _join_path(path, key), origins)
     for field in dataclasses.fields(cls):
-        if field.name not in values and field.default is field.default_factory is dataclasses.MISSING:
-            raise UserError(
-                f"{tree.location}: {_join_path(path, setting_key(field.name))} is missing; it has no default"
-            )
-    for field in dataclasses.fields(cls):
         value, key = values.get(field.name), setting_key(field.name)
-        empty = value == "" or (type(value) is tuple and "" in value)
-        if empty and field.default != "" and _join_path(path, key) not in _MAY_BE_EMPTY:
+        name, empty = _join_path(path, key), value == "" or (type(value) is tuple and "" in value)
+        if field.name not in values and field.default is field.default_factory is dataclasses.MISSING:
+            raise UserError(f"{tree.location}: {name} is missing; it has no default")
+        if empty and field.default != "" and name not in _MAY_BE_EMPTY:
             location = tree.keys.get(key, tree.location)
-            raise UserError(f"{location}: {_join_path(path, key)} cannot be ''; give it a value, or leave it out")
+            raise UserError(f"{location}: {name} cannot be ''; give it a value, or leave it out")
     try:
         return cls(**values)
     except ValueError as error:
@@ -123,10 +120,10 @@ def _build_component(components: list[type], tree: Tree, path: str, origins: Ori
     """Build the single dataclass, or the one of a union that `kind` names (by default the first)."""
     # a field's default is its class attribute
     kinds = {getattr(component, "kind", ""): component for component in components}
+    if "" not in kinds and isinstance(tree, Leaf) and isinstance(tree.value, str):
+        tree = Branch({"kind": tree}, tree.location, {"kind": tree.location})
     if "" in kinds or len(components) == 1:  # a single component may have a `kind` field itself (optimizer)
         return build_settings(components[0], tree, path=path, origins=origins)
-    if isinstance(tree, Leaf) and isinstance(tree.value, str):
-        tree = Branch({"kind": tree}, tree.location, {"kind": tree.location})
     if not isinstance(tree, Branch):
         raise UserError(f"{tree.location}: {path} must name a kind{suggest_nearest('', kinds)}")
     kind = tree.children.get("kind")

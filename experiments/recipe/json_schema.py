@@ -62,9 +62,8 @@ def _plain_default(field: dataclasses.Field[Any], components: list[type]) -> dic
 def _value_schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     options = [option for option in hint_options(hint) if option is not type(None)]
     choices = [_option_schema(option, definitions, is_list=len(options) > 1) for option in hint_options(hint)]
-    kinds = [
-        option.kind for option in hint_options(hint) if dataclasses.is_dataclass(option) and hasattr(option, "kind")
-    ]
+    components = [option for option in hint_options(hint) if isinstance(option, type) and hasattr(option, "kind")]
+    kinds = [kind for each in components for kind in typing.get_args(typing.get_type_hints(each)["kind"])]
     if len(kinds) > 1:
         choices.insert(0, {"enum": kinds})
     return choices[0] if len(choices) == 1 else {"anyOf": choices}
@@ -108,9 +107,5 @@ def iter_fields(cls: type) -> Iterator[tuple[dataclasses.Field[Any], Any, list[t
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
-        options = hint_options(hint)
-        yield (
-            field,
-            hint,
-            [option for option in options if isinstance(option, type) and dataclasses.is_dataclass(option)],
-        )
+        types = [option for option in hint_options(hint) if isinstance(option, type)]
+        yield field, hint, [option for option in types if dataclasses.is_dataclass(option)]

@@ -38,13 +38,16 @@ SAMPLE = "sample:"
 HUB = "hub:"
 HUB_FORM = "hub:NAME[CONFIG]@REVISION:SPLIT"
 
-SAVED_DATASET = ("dataset_info.json", "dataset_dict.json")
+SAVED_DATASET = ("state.json", "dataset_dict.json")
 """Files that identify a directory saved by `datasets`."""
+_ABOUT = ("dataset_info.json", "dataset_infos.json")
+"""Files about the data next to them, of `datasets`, of the hub and of LLaMA-Factory."""
 LONGEST_LINE = 1 << 26
 """Maximum bytes per line: 64 MiB, about ten million words."""
 DEEPEST = 64
 _CHUNK = 1 << 18
 _File = TypeVar("_File", Path, RemoteFile)
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _BLANK = re.compile(r"[ \t\r\n]*")
 _WRAPPED = re.compile(r'\{\s*"data"\s*:\s*\[\s*\{')
 """Start of a file whose rows are an array under `data`. It needs an object in the array, so that a JSONL line with
@@ -115,14 +118,14 @@ def split_suffix(path: DataFile) -> tuple[str, str]:
 
 
 def select_known_format(directory: str, entries: Sequence[_File]) -> list[_File]:
-    """Return the `entries` of a directory that are files in a known format; hidden files are ignored, as are text files
-    next to files of records.
+    """Return the `entries` of a directory that are files in a known format; hidden files and those about the data are
+    ignored, as are text files next to files of records.
 
     Raises UserError if there is none, or there are several formats (one of them may not be data).
     """
     groups: dict[str, list[_File]] = {}
     for path in entries:
-        if path.is_file() and not path.name.startswith((".", "_")):
+        if path.is_file() and not path.name.startswith((".", "_")) and path.name not in _ABOUT:
             with contextlib.suppress(UserError):
                 kind, _ = split_suffix(path)
                 group = "JSONL" if kind in JSONL else "text" if kind in TEXTS else kind
@@ -133,9 +136,13 @@ def select_known_format(directory: str, entries: Sequence[_File]) -> list[_File]
         raise UserError(
             f"{directory} holds {' and '.join(sorted(groups))} files; name those that are meant, as {directory}/*.jsonl"
         )
-    if not groups:
-        raise UserError(f"{directory} is a directory without a file to read; known are {SUPPORTED}")
-    return next(iter(groups.values()))
+    files = next(iter(groups.values()), [])
+    if all(path.name.lower().startswith("readme") for path in files):  # of a data set whose files are in folders
+        raise UserError(
+            f"{directory} is a directory without a file to read; known are {SUPPORTED}; a pattern, as "
+            f"{directory}/**/*.parquet, names files further down"
+        )
+    return files
 
 
 def is_document_file(path: DataFile) -> bool:
@@ -454,13 +461,7 @@ def _read_csv(path: DataFile, kind: str) -> Iterator[FileRecord]:
 
 def has_lone_surrogate(text: str) -> bool:
     """Return True if the string has a lone surrogate, which UTF-8 cannot encode and no tokenizer accepts."""
-    if text.isascii():
-        return False
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return True
-    return False
+    return not text.isascii() and _LONE_SURROGATE.search(text) is not None
 
 
 def _read_parquet(path: DataFile) -> Iterator[FileRecord]:

@@ -161,6 +161,7 @@ class PreferenceEncoder:
     def _encode_texts(self, rows: Sequence[Row]) -> list[_Result]:
         encoder = self._text
         prompt, answer = self.task.templates()
+        before = next(literal for literal, name in answer.parts if name == "answer")
         filled: list[tuple[list[str], bool | None] | str] = []
         for row in rows:
             try:
@@ -171,7 +172,7 @@ class PreferenceEncoder:
                     raise ValueError(f"column {lists[0]!r} holds turns of a conversation; set task.chat: true")
                 if is_blank(row, prompt.columns):
                     raise ValueError("the prompt is empty")
-                texts = [answer.fill(row, answer=_check_answer(text)) for text in answers]
+                texts = [answer.fill(row, answer=_check_answer(text, before)) for text in answers]
                 question = prompt.fill(row)
             except ValueError as error:
                 filled.append(str(error))
@@ -267,12 +268,13 @@ class PreferenceEncoder:
         return _build_example(row, sides, conversations[0].bytes, desirable), truncation
 
 
-def _check_answer(answer: Any) -> str:
+def _check_answer(answer: Any, before: str) -> str:
+    """Return an answer, without its leading space where the template's text `before` it ends with one."""
     if not isinstance(answer, str):
         raise ValueError(f"an answer is a {type(answer).__name__}, not text")
     if not answer.strip():
         raise ValueError("an answer is empty")
-    return answer
+    return answer.removeprefix(" ") if before.endswith(" ") else answer
 
 
 def _build_example(row: Row, sides: Sequence[Ids], size: int, desirable: bool | None) -> Example:

@@ -430,14 +430,15 @@ def _format_files(files: Sequence[str]) -> str:
 
 
 def _suggest_templates(record: Mapping[str, Any]) -> str:
-    """Return flags that take two columns of text for a prompt and its answer; "" where there are not two with plain
-    names, or a column may hold turns."""
+    """Return flags that take a record's two columns of text for a prompt and its answer, or stand-ins of several
+    columns; "" where there are not two with plain names, or a column may hold turns."""
     if any(isinstance(value, list | dict) or str(value).lstrip().startswith("[{") for value in record.values()):
         return ""
     names = [name for name, value in record.items() if isinstance(value, str) and value and name != _DEFAULT.id]
     if len(names) < 2 or not all(re.fullmatch(r"\w{1,40}", name) for name in (names[0], names[-1])):
         return ""
-    return f"--task.prompt '{{{names[0]}}}\\n' --task.completion '{{{names[-1]}}}'"
+    prompt, answer = names if len(names) == 2 else ("QUESTION", "ANSWER")
+    return f"--task.prompt '{{{prompt}}}\\n' --task.completion '{{{answer}}}'"
 
 
 def _convert_prompt_completion(prompt: Any, completion: Any) -> list[Any]:

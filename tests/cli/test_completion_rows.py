@@ -63,6 +63,11 @@ def test_what_cannot_be_told_is_one_sentence(tmp_path: Path) -> None:
             r"be the conversation; rename one",
         ),
         ("completion", {"q": "a", "a": "b"}, r"name yours: --task.prompt '{q}\\n' --task.completion '{a}'"),
+        (
+            "completion",
+            {"type": "t", "query": "q", "original_question": "o"},
+            r"name yours: --task.prompt '{QUESTION}\\n' --task.completion '{ANSWER}'",
+        ),
     ):
         with pytest.raises(UserError, match=words):
             first(tmp_path, record, recipe=recipe)

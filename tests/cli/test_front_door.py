@@ -350,3 +350,21 @@ def test_nothing_is_looked_for_in_a_directory_that_is_gone(tmp_path: Path, monke
     (tmp_path / "gone").rmdir()
     assert cli.run(["train", "classify"]) == 2
     assert "current directory is gone" in capsys.readouterr().err
+
+
+def test_a_stream_that_the_caller_closed_is_no_bug(tmp_path: Path) -> None:
+    command = f"'{sys.executable}' -m flatshift recipes"
+    assert subprocess.run(["sh", "-c", f"{command} copy chat mine.yaml <&- >&- 2>&-"], cwd=tmp_path).returncode == 0
+    assert (tmp_path / "mine.yaml").read_text().startswith("# Fine-tune on conversations")
+    result = subprocess.run(["sh", "-c", f"{command} show nope >&-"], cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 2 and result.stderr.startswith("flatshift: error: no shipped recipe")
+
+
+def test_a_run_to_evaluate_may_begin_with_a_tilde(tmp_path: Path, monkeypatch, capsys) -> None:
+    from flatshift import cli
+
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.resolved.yaml").write_text("")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cli.run(["eval", "~/run"]) == 2
+    assert f"{tmp_path / 'run' / 'recipe.resolved.yaml'} is empty" in capsys.readouterr().err

@@ -90,7 +90,7 @@ def test_a_hub_data_set_is_streamed_once(package, tmp_path: Path) -> None:
 def test_a_saved_data_set_is_read(package, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     saved.mkdir()
-    (saved / "dataset_info.json").write_text("{}", encoding="utf-8")
+    (saved / "state.json").write_text("{}", encoding="utf-8")
     package.source = Streaming(30)
     assert run(words(tmp_path, str(saved))) == 0
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text(encoding="utf-8"))

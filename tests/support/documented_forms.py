@@ -339,8 +339,8 @@ def prepare(home: Path) -> None:
         "folder/part-0.jsonl": _jsonl(labels[:7]), "folder/part-1.jsonl": _jsonl(labels[7:]),
         "deep/a/rows.jsonl.gz": gzip.compress(_jsonl(labels[:7])), "deep/b/c/rows.jsonl.gz": gzip.compress(
             _jsonl(labels[7:])),
-        "saved/dataset_info.json": b"{}", "splits/dataset_dict.json": b'{"splits": ["train"]}',
-        "splits/train/dataset_info.json": b"{}", "mine.jinja": TEMPLATE.encode(),
+        "saved/state.json": b"{}", "splits/dataset_dict.json": b'{"splits": ["train"]}',
+        "splits/train/state.json": b"{}", "mine.jinja": TEMPLATE.encode(),
         "chats.csv": _csv([{"messages": json.dumps(_talk(i))} for i in range(COUNT)], ","),
         "faq.csv": _csv(ROWS["questions"], ","), "alpaca.json": json.dumps(ROWS["alpaca"]).encode(),
         "options.jinja": TEMPLATE.replace("{{ m.role }}", "{% if loud %}!{% endif %}{{ m.role }}").encode(),

@@ -118,7 +118,7 @@ def test_a_stream_that_breaks_off_names_the_record(hub, recipe_of):
 def test_a_saved_data_set_that_is_cut_short_is_named(tmp_path, monkeypatch):
     saved = tmp_path / "saved"
     saved.mkdir()
-    (saved / "dataset_info.json").write_text("{}")
+    (saved / "state.json").write_text("{}")
     module = types.ModuleType("datasets")
 
     def load_from_disk(path):

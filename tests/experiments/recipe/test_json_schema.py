@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from flatshift.experiments.recipe.build import to_python
 from flatshift.experiments.recipe.json_schema import recipe_schema
 from flatshift.experiments.recipe.schema import list_keys
 from flatshift.experiments.recipe.tree import parse
+from flatshift.finetune.errors import UserError
 
 NAMES = [*shipped_recipes(), *gallery_recipes()]
 
@@ -106,6 +108,15 @@ def test_a_wrong_recipe_does_not(schema: dict[str, Any], text: str, needs_types:
 )
 def test_short_forms_validate(schema: dict[str, Any], text: str) -> None:
     assert is_valid(schema, text)
+
+
+def test_an_optimizer_is_named_by_its_kind_alone(schema: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("optimizer: lora-muon")
+    assert load_recipe(str(tmp_path / "mine.yaml")).recipe.optimizer.kind == "lora-muon"
+    assert is_valid(schema, "optimizer: lora-muon")
+    with pytest.raises(UserError, match=r"mine.yaml:1: optimizer.kind cannot be 'adam'; did you mean 'adamw'"):
+        (tmp_path / "mine.yaml").write_text("optimizer: adam")
+        load_recipe(str(tmp_path / "mine.yaml"))
 
 
 def test_keys_choices_defaults_and_meanings_are_those_of_the_dataclasses(schema: dict[str, Any]) -> None:

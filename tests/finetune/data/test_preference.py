@@ -72,6 +72,14 @@ def test_texts_in_every_form_are_one_pair_and_the_form_is_said(form, tokenizer, 
     assert told is None or told in encoded.notes[0]
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_space_of_both_the_answer_and_its_template_is_one(form, tokenizer, tmp_path):
+    task = Preference(answer=" {answer}")
+    (one,) = encode(read(tmp_path, [FORMS[form][0]], task), task=task, tokenizer=tokenizer, max_length=200).examples
+    assert shown(one.input_ids, one.labels, tokenizer) == f"<bos>{SAID}[ {GOOD}<eos>]"
+    assert shown(one.rejected_ids, one.rejected_labels, tokenizer) == f"<bos>{SAID}[ {BAD}<eos>]"
+
+
 CHATS = {
     "lists": {"prompt": [TURN], "chosen": TALKS[0], "rejected": TALKS[1]},
     "texts": {"prompt": SAID, "chosen": GOOD, "rejected": BAD},

@@ -135,7 +135,7 @@ def serving(handler: Any) -> Iterator[str]:
 
 
 def test_what_is_not_there_is_one_sentence(memory) -> None:
-    place = memory({"pool.jsonl": LINES, "other.csv": CSV, "saved/dataset_info.json": b"{}"})
+    place = memory({"pool.jsonl": LINES, "other.csv": CSV, "saved/state.json": b"{}"})
     for name, told in {
         "pol.jsonl": f"no such object; did you mean {place}/pool.jsonl?",
         "*.parquet": "no object matches this pattern",

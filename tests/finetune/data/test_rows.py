@@ -106,7 +106,7 @@ def test_zstd_without_its_package_says_how_to_get_it(tmp_path, monkeypatch):
 
 def test_datasets_without_its_package_says_how_to_get_it(tmp_path, monkeypatch):
     (tmp_path / "saved").mkdir()
-    (tmp_path / "saved" / "dataset_info.json").write_text("{}")
+    (tmp_path / "saved" / "state.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert "pip install 'flatshift[hf]'" in refused(tmp_path / "saved")
     assert "pip install 'flatshift[hf]'" in refused("hub:owner/name:train")
@@ -380,6 +380,15 @@ def test_fields_between_semicolons(tmp_path):
     assert [row.values["text"] for row in read_rows([str(tmp_path / "a.csv")])] == ["a, b"]
     (tmp_path / "b.csv").write_text("text,note\na;b,c\n")
     assert [row.values["text"] for row in read_rows([str(tmp_path / "b.csv")])] == ["a;b"]
+
+
+def test_files_about_the_data_are_no_rows(tmp_path):
+    (tmp_path / "README.md").write_text("# A card")  # the hub's, whose files are in `data/`
+    assert f"as {tmp_path}/**/*.parquet, names files further down" in refused(tmp_path)
+    (tmp_path / "dataset_info.json").write_text('{"mine": {"file_name": "mine.json"}}')  # LLaMA-Factory's
+    assert "is a directory without a file to read" in refused(tmp_path)
+    (tmp_path / "mine.json").write_text('[{"text": "a"}]')
+    assert [row.values["text"] for row in read_rows([str(tmp_path)])] == ["a"]
 
 
 def test_formats_that_are_not_rows(tmp_path):
