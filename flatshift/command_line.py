@@ -285,9 +285,8 @@ def _clean_values(flags: FlagsT) -> FlagsT:
             return tuple(map(clean, value))
         if isinstance(value, Path) and not is_remote(value):
             return user_path(value)
-        if isinstance(value, str):
-            return hide_secrets(str(user_path(value)) if value.startswith("~/") else value)
-        return value
+        value = str(user_path(value)) if isinstance(value, str) and value.startswith("~/") else value
+        return hide_secrets(value) if isinstance(value, str) else value
 
     names = [field.name for field in dataclasses.fields(flags) if field.name not in _MAY_BE_EMPTY]  # type: ignore[arg-type]
     return dataclasses.replace(flags, **{name: clean(getattr(flags, name)) for name in names})  # type: ignore[type-var]
