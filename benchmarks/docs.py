@@ -96,6 +96,7 @@ TOPICS = {
             "flat_comparison": "Flat-minimum methods on real tasks, compared with tuned plain LoRA.",
             "flat_noise": "The same with wrong labels, trained to the end.",
             "flat_decoder": "The same to the end on a real decoder.",
+            "flat_decoder_rates": "Its control, with the same rates for all methods.",
         },
     ),
     "curves": (

