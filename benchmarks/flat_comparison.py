@@ -2,7 +2,7 @@
 
     python -m benchmarks.flat_comparison --data DIR                   # about an hour on two cores; resumable
     python -m benchmarks.flat_comparison --study noise --data DIR     # to the end, with wrong labels: 2.5 CPU-hours
-    python -m benchmarks.flat_comparison --study decoder --data DIR   # the same on a decoder of 270 M: four CPU-hours
+    python -m benchmarks.flat_comparison --study decoder --data DIR   # the same on a decoder of 270 M: 3.5 CPU-hours
     python -m benchmarks.flat_comparison --study decoder-rates --data DIR    # its control, on the same cells
 
 DIR is the directory of the recipe's files. Cells lie in .bench/flat_STUDY and are packed at the end into
