@@ -124,7 +124,7 @@ def test_a_spreadsheet_runs_nothing(strange: Strange) -> None:
     assert all(float(row["probability"]) > 0 for row in quoted)
 
 
-@pytest.mark.parametrize("text", ["=1", "+1", "-1", "@SUM(A1)", "\tx", "\rx"])
+@pytest.mark.parametrize("text", ["=1", "+1+1", "-1+1", "-A1", "@SUM(A1)", "\tx", "\rx"])
 def test_every_beginning_of_a_formula_is_quoted(text: str) -> None:
     from flatshift.experiments.workflows.predict import _format_cell
 
