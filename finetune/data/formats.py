@@ -47,7 +47,6 @@ LONGEST_LINE = 1 << 26
 DEEPEST = 64
 _CHUNK = 1 << 18
 _File = TypeVar("_File", Path, RemoteFile)
-_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _BLANK = re.compile(r"[ \t\r\n]*")
 _WRAPPED = re.compile(r'\{\s*"data"\s*:\s*\[\s*\{')
 """Start of a file whose rows are an array under `data`. It needs an object in the array, so that a JSONL line with
@@ -138,10 +137,8 @@ def select_known_format(directory: str, entries: Sequence[_File]) -> list[_File]
         )
     files = next(iter(groups.values()), [])
     if all(path.name.lower().startswith("readme") for path in files):  # of a data set whose files are in folders
-        raise UserError(
-            f"{directory} is a directory without a file to read; known are {SUPPORTED}; a pattern, as "
-            f"{directory}/**/*.parquet, names files further down"
-        )
+        fix = f"known are {SUPPORTED}; a pattern, as {directory}/**/*.parquet, names files further down"
+        raise UserError(f"{directory} is a directory without a file to read; {fix}")
     return files
 
 
@@ -461,7 +458,10 @@ def _read_csv(path: DataFile, kind: str) -> Iterator[FileRecord]:
 
 def has_lone_surrogate(text: str) -> bool:
     """Return True if the string has a lone surrogate, which UTF-8 cannot encode and no tokenizer accepts."""
-    return not text.isascii() and _LONE_SURROGATE.search(text) is not None
+    try:  # a quarter of the time of a search; every text that is read comes here
+        return not text.isascii() and not text.encode("utf-8")
+    except UnicodeEncodeError:
+        return True
 
 
 def _read_parquet(path: DataFile) -> Iterator[FileRecord]:
