@@ -1,4 +1,4 @@
-"""Files shipped in the package: small pretrained backbones, sample pools and target data to try everything on.
+"""Files shipped with the code: small pretrained backbones, sample pools and target data to try everything on.
 
 Maps names to paths; reads no file and imports nothing heavy.
 """
@@ -14,6 +14,7 @@ _HERE = Path(__file__).resolve().parent
 _BACKBONES = _HERE / "backbones"
 _SAMPLES = _HERE / "samples"
 _SAMPLE_SUFFIX = ".jsonl.xz"
+SOURCE_ONLY = ("flatshift-encoder-3m", "flatshift-t5-3m")  # backbones that an installed package lacks, for its size
 _TEXTS = (".json", ".txt", ".model", ".spm", ".codes", ".jinja", ".tiktoken")
 
 
@@ -45,21 +46,16 @@ def sample_path(name: str) -> Path:
     names = list_samples()
     if name in names:
         return _SAMPLES / f"{name}{_SAMPLE_SUFFIX}"
-    splits = [candidate for candidate in names if candidate.startswith(f"{name}/")]
-    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-    if splits:
+    hint = f"there are {', '.join(names)}"
+    if splits := [candidate for candidate in names if candidate.startswith(f"{name}/")]:
         hint = f"{name!r} is a target with several files: take one of {', '.join(splits)}"
-    elif nearest:
+    elif nearest := difflib.get_close_matches(name, names, n=1, cutoff=0.4):
         hint = f"did you mean {nearest[0]!r}?"
-    else:
-        hint = f"there are {', '.join(names)}"
     raise UserError(f"no shipped sample is called {name!r}; {hint}")
 
 
 def pool_tags_path() -> Path:
-    """Return the file of hidden tags of the shipped pool: .tsv.xz of `id, domain, source, licence`, in the pool's
-    order.
+    """Return the hidden tags of the shipped pool, to judge a selection; no selector may read them.
 
-    They serve to evaluate a selection afterwards; no selector may read them.
-    """
+    .tsv.xz of `id, domain, source, licence`, in the pool's order."""
     return _SAMPLES / "pool-tags.tsv.xz"

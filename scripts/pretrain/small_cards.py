@@ -61,9 +61,9 @@ tags: [eurobert, masked-lm, undertrained, warm-up]
 
 # {name}
 
-A {millions} M-parameter encoder with a masked-LM head that ships inside Flatshift, so that the warm-up of
-encoders (the recipe `encoder-warmup`) runs on a laptop without a network. **Tiny and undertrained**: take a real
-encoder (BERT, RoBERTa, MiniLM) for anything but trying things out.
+A {millions} M-parameter encoder with a masked-LM head that lies in a clone of Flatshift (not in its wheel), so that the
+warm-up of encoders (the recipe `encoder-warmup`) runs on a laptop without a network. **Tiny and undertrained**: take
+a real encoder (BERT, RoBERTa, MiniLM) for anything but trying things out.
 
 ```python
 from transformers import AutoModelForMaskedLM, AutoTokenizer
@@ -114,9 +114,9 @@ tags: [t5, span-corruption, undertrained]
 
 # {name}
 
-A {millions} M-parameter encoder-decoder of the T5 architecture that ships inside Flatshift, so that the recipe
-`seq2seq` runs on a laptop without a network. **Tiny and very undertrained**: it can be fine-tuned to write labels, not
-sentences. Take a real T5 for anything but trying things out.
+A {millions} M-parameter encoder-decoder of the T5 architecture that lies in a clone of Flatshift (not in its wheel), so
+that the recipe `seq2seq` runs on a laptop without a network. **Tiny and very undertrained**: it can be
+fine-tuned to write labels, not sentences. Take a real T5 for anything but trying things out.
 
 ```python
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from flatshift.cli import run
 from flatshift.finetune import assets
 from flatshift.finetune.errors import UserError
 
@@ -18,7 +19,6 @@ TARGETS = ("scicite", "banking", "snli")
 CHATS = ("gsm8k",)
 PAIRS = ("statements",)
 SPLITS = ("train", "dev", "test")
-SMALL = ("flatshift-encoder-3m", "flatshift-t5-3m")
 
 
 def rows(name: str) -> list[dict[str, str]]:
@@ -52,7 +52,7 @@ def backbone() -> Path:
 
 
 def test_names_are_listed_and_found(backbone: Path) -> None:
-    assert assets.list_backbones() == ["flatshift-5m", "flatshift-encoder-3m", "flatshift-t5-3m"]
+    assert assets.list_backbones() == ["flatshift-5m", *assets.SOURCE_ONLY]
     assert (backbone / "config.json").is_file()
     assert assets.backbone_directory("gpt2") is None
     assert assets.backbone_directory("../backbones/flatshift-5m") is None
@@ -60,6 +60,17 @@ def test_names_are_listed_and_found(backbone: Path) -> None:
         ["pool", "languages", *(f"{target}/{split}" for target in TARGETS + CHATS + PAIRS for split in SPLITS)]
     )
     assert all(assets.sample_path(name).is_file() for name in assets.list_samples())
+
+
+@pytest.mark.parametrize("command", [["train", "seq2seq", "--out", "run"], ["plan", "seq2seq"]])
+def test_a_backbone_that_only_the_source_has_is_said(command, tmp_path, monkeypatch, capsys) -> None:
+    (tmp_path / "backbones").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(assets, "_BACKBONES", tmp_path / "backbones")  # as in a package built without it
+    assert run(command) == 2
+    (said,) = capsys.readouterr().err.strip().splitlines()
+    assert "'flatshift-t5-3m' is in the source archive" in said and "--backbone" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["backbones"]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +94,7 @@ def test_backbone_is_small_and_bf16(backbone: Path) -> None:
         assert {tensors.get_slice(name).get_dtype() for name in tensors.keys()} == {"BF16"}  # noqa: SIM118
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", assets.SOURCE_ONLY)
 def test_small_backbones_are_smaller_and_have_their_card(name: str) -> None:
     from safetensors import safe_open
 
