@@ -55,7 +55,7 @@ def sample_path(name: str) -> Path:
 
 
 def pool_tags_path() -> Path:
-    """Return the hidden tags of the shipped pool, to judge a selection; no selector may read them.
+    """Return the hidden tags of the shipped pool, to evaluate a selection; no selector may read them.
 
     .tsv.xz of `id, domain, source, licence`, in the pool's order."""
     return _SAMPLES / "pool-tags.tsv.xz"
