@@ -41,8 +41,7 @@ def list_samples() -> list[str]:
 
 
 def sample_path(name: str) -> Path:
-    """Return the file of the shipped sample `name` (see `list_samples`). Raises UserError: there is no such sample; the
-    message names the nearest one."""
+    """Return the file of the shipped sample `name` (see `list_samples`). Raises UserError with the nearest name."""
     names = list_samples()
     if name in names:
         return _SAMPLES / f"{name}{_SAMPLE_SUFFIX}"

@@ -9,7 +9,7 @@ import re
 import typing
 from typing import Any, Literal
 
-from flatshift.experiments.recipe.schema import hint_options, setting_key
+from flatshift.experiments.recipe.schema import find_keys_ending_with, hint_options, setting_key
 from flatshift.experiments.recipe.tree import MAX_WHOLE, Branch, Items, Leaf, Tree
 from flatshift.finetune.errors import UserError, shorten
 
@@ -23,14 +23,16 @@ _type_hints = functools.cache(typing.get_type_hints)  # they cost more than the 
 _MAX_LIST = 160  # characters of a list of known names
 
 
-def suggest_nearest(word: str, known: typing.Iterable[str]) -> str:
-    """Return `; did you mean 'x'?`, or the list of known names if none is near."""
+def suggest_nearest(word: str, known: typing.Iterable[str], path: str = "") -> str:
+    """Return `; did you mean 'path.x'?` for the nearest name, or for a key of `train` that another section has; the
+    list of known names if there is none."""
     known = sorted(known)
     begins = [name for name in known if len(name) > 3 and word.startswith(name)][-1:]
     cutoff = 0.7 if begins else 0.5
     close = (difflib.get_close_matches(word, known, 1, cutoff) if len(word) <= _MAX_WORD else []) or begins
-    if close:
-        return f"; did you mean {close[0]!r}?"
+    elsewhere = find_keys_ending_with(word) if path == "train" else []
+    if near := [_join_path(path, name) for name in close] or elsewhere[:1]:
+        return f"; did you mean {near[0]!r}?"
     listed = [name for i, name in enumerate(known) if len(", ".join(known[: i + 1])) <= _MAX_LIST]
     return f"; known: {', '.join(listed)}{', …' * (len(listed) < len(known))}"
 
@@ -51,7 +53,9 @@ def build_settings(cls: type, tree: Tree, *, path: str = "", origins: Origins | 
     for key, child in tree.children.items():
         location = tree.keys.get(key, tree.location)
         if key not in names:
-            raise UserError(f"{location}: unknown key {_quote(_join_path(path, key))}{suggest_nearest(key, names)}")
+            raise UserError(
+                f"{location}: unknown key {_quote(_join_path(path, key))}{suggest_nearest(key, names, path)}"
+            )
         values[names[key]] = _build_value(hints[names[key]], child, _join_path(path, key), origins)
     for field in dataclasses.fields(cls):
         value, key = values.get(field.name), setting_key(field.name)
@@ -144,7 +148,7 @@ def _build_component(components: list[type], tree: Tree, path: str, origins: Ori
             )
         if having:
             owned = f"{path} is {name}, and {key} is a setting of {having}"
-            known = suggest_nearest(key, field_names(kinds[name]))
+            known = suggest_nearest(key, field_names(kinds[name]), path)
             raise UserError(f"{location}: unknown key {_quote(_join_path(path, key))}: {owned}{known}")
     return build_settings(kinds[name], tree, path=path, origins=origins)
 

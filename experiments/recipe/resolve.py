@@ -511,10 +511,11 @@ class _KeyOrigins(dict[str, str]):
 def get_dotted(recipe: Recipe, key: str) -> Any:
     """Return the value at a dotted key. Raises UserError with the nearest name if a part does not exist."""
     value: Any = recipe
-    for name in key.replace("-", "_").split("."):
+    parts = key.replace("-", "_").split(".")
+    for depth, name in enumerate(parts):
         known = field_names(value.__class__) if dataclasses.is_dataclass(value) else {}
         if name not in known:
-            raise UserError(f"unknown key {shorten(key)!r}{suggest_nearest(name, known)}")
+            raise UserError(f"unknown key {shorten(key)!r}{suggest_nearest(name, known, '.'.join(parts[:depth]))}")
         value = getattr(value, known[name])
     return value
 

@@ -484,9 +484,9 @@ def format_keys_by_block(width: int = 100) -> str:
 
 
 def find_keys_ending_with(word: str) -> list[str]:
-    """Return the keys whose last part is `word`: those of `train` first, the deepest last."""
+    """Return the keys whose last part is `word`: those of `train` and `optimizer` first, the deepest last."""
     keys = [key for key in dotted_keys() if "." in key and key.rpartition(".")[2] == word]
-    return sorted(keys, key=lambda key: (not key.startswith("train."), key.count(".")))
+    return sorted(keys, key=lambda key: (not key.startswith(("train.", "optimizer.")), key.count(".")))
 
 
 TRAINING_ROWS = 1000

@@ -130,7 +130,7 @@ def _read_drop_list(spec: Select, rows: RowView, console: Console) -> DropList:
     files = spec.hygiene.drops
     skipped: list[str] = []
     listed = DropList(memory=int(spec.hygiene.memory_gib * 2**29))
-    entries = read_rows(files, required=("id",), bad_rows=spec.bad_rows, skipped=skipped)
+    entries = read_rows(files, required=("id",), bad_rows=spec.bad_rows, skipped=skipped, setting="select")
     while block := list(islice(entries, _BLOCK_ROWS)):
         matches, reasons = (
             ["" if (value := row.record.get(name)) is None else str(value) for row in block]
@@ -165,8 +165,9 @@ def _evaluation_rows(recipe: Recipe, spec: Select, console: Console) -> list[Row
         if files.files:
             skipped: list[str] = []
             read = read_rows(
-                files.files, columns=settings.columns, required=(), bad_rows=settings.bad_rows, skipped=skipped
-            )
+                files.files, columns=settings.columns, required=(), bad_rows=settings.bad_rows, skipped=skipped,
+                setting="select.columns" if settings is spec else "data.columns",
+            )  # fmt: skip
             good = require_rows(read, files=files.files, purpose=name, skipped=skipped)
             if skipped:
                 console.say(f"{name}: skipped {len(skipped):,} bad records, first {skipped[0]}")

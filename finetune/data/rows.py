@@ -177,8 +177,9 @@ def read_rows(
                 values = mapper.values(record)
             except ValueError as error:
                 problem = f"{location}: {error}"
-                if bad_rows == "refuse":
-                    raise UserError(problem) from None
+                if bad_rows == "refuse":  # in a first row the mistake may be in all
+                    fix = f"; or leave such rows out with {setting.partition('.')[0]}.bad_rows: skip"
+                    raise UserError(problem + fix * (index > 0 and skipped is not None)) from None
                 if skipped is not None:
                     skipped.append(problem)
                 continue

@@ -39,12 +39,7 @@ class TokenRows(Sequence[Any]):
     """
 
     def __init__(
-        self,
-        flat: Any,
-        ends: Any,
-        size: int,
-        mapped: mmap.mmap | None = None,
-        shards: Sequence[Arrays] | None = None,
+        self, flat: Any, ends: Any, size: int, mapped: mmap.mmap | None = None, shards: Sequence[Arrays] | None = None
     ):
         self.shards = shards
         self.flat, self.ends, self.size = flat, np.asarray(ends, dtype=np.int64), int(size)

@@ -73,18 +73,18 @@ def test_help_is_quick() -> None:
         (["trian"], "did you mean 'train'"),
         (["train"], "RECIPE"),
         (["train", "wamup"], "'warmup'"),
-        (["train", "warmup", "--train.stpes", "3"], "'steps'"),
+        (["train", "warmup", "--train.stpes", "3"], "'train.steps'"),
         (["train", "warmup", "--train.steps"], "needs a value"),
         (["train", "warmup", "--steps", "4"], "did you mean `--train.steps`"),
         (["train", "warmup", "--rank=4"], "did you mean `--adapter.rank`"),
         (["sweep", "double-descent", "--lr", "1e-3"], "`--optimizer.lr`"),
         (["train", "warmup", "--mesh.dp", "3"], "mesh.dp"),
-        (["train", "warmup", "--mesh.tpp", "2"], "'tp'"),
+        (["train", "warmup", "--mesh.tpp", "2"], "'mesh.tp'"),
         (["train", "warmup", "--regularizer.sigma", "-1"], "sigma"),
         (["select", "--pool", "p.jsonl"], "--out"),
         (["select", "--pool", "p.jsonl", "--out", "x"], "--budget"),
         (["sweep", "double-descent"], "--out"),
-        (["sweep", "double-descent", "--out", "s", "--grid", "adapter.rnk=1,2"], "'rank'"),
+        (["sweep", "double-descent", "--out", "s", "--grid", "adapter.rnk=1,2"], "'adapter.rank'"),
         (["sweep", "double-descent", "--out", "s", "--grid", "adapter.rank"], "key=v1"),
         (["sweep", "double-descent", "--out", "s", "--grid", "adapter.rank=1,x"], "whole number"),
         (["recipes", "show", "wamup"], "'warmup'"),
@@ -113,7 +113,7 @@ def test_user_mistakes_exit_2_with_one_sentence(
 
 def test_a_process_of_its_own_exits_2_with_one_sentence(tmp_path: Path) -> None:
     result = flatshift("sweep", "double-descent", "--out", "s", "--grid", "adapter.rnk=1,2", cwd=tmp_path)
-    assert result.returncode == 2 and "'rank'" in result.stderr and "Traceback" not in result.stderr
+    assert result.returncode == 2 and "'adapter.rank'" in result.stderr and "Traceback" not in result.stderr
     assert not list(tmp_path.iterdir())
 
 

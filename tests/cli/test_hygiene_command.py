@@ -300,7 +300,7 @@ def test_a_recipe_s_own_test_rows_are_kept_out(files, tmp_path: Path) -> None:
     [
         (("near.threshold 1.5",), "--select.hygiene.near.threshold: select.hygiene.near.threshold must be above 0"),
         (("near.unit line",), "cannot be 'line'; known: char, word"),
-        (("nera.threshold 0.5",), "did you mean 'near'"),
+        (("nera.threshold 0.5",), "did you mean 'select.hygiene.near'"),
         (("near.threshold 0.01",), "near.recall"),
         (("near.permutations 1",), "near.recall: 1 permutations find a pair of similarity 0.8 with chance 0.800"),
         (("exact true", "length.min_chars 100000"), "leaves no record"),

@@ -110,7 +110,7 @@ def test_the_template_of_the_run_is_kept(tmp_path: Path) -> None:
         (["--like", "RUN", "--resume", "RUN"], "one of RECIPE"),
         ([], "one of RECIPE"),
         (["--like", "RUN", "--out", "RUN"], "RUN"),
-        (["--like", "RUN", "--train.stepz", "3"], "did you mean 'steps'"),
+        (["--like", "RUN", "--train.stepz", "3"], "did you mean 'train.steps'"),
     ],
 )
 def test_a_wrong_run_is_one_sentence(

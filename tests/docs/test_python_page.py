@@ -50,7 +50,7 @@ def test_the_page_runs_up_to_its_sweep(
     )
     assert len(found["predictions"]) == 2 and all(0 < row["probability"] <= 1 for row in found["predictions"])
     assert "lora" in "".join(name for name, _ in found["model"].named_parameters())
-    assert "overrides: unknown key 'train.stepz'; did you mean 'steps'?" in capsys.readouterr().out
+    assert "overrides: unknown key 'train.stepz'; did you mean 'train.steps'?" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def test_scalars_follow_the_yaml_1_2_core_schema(text: str, value: object) -> No
     ("text", "line", "words"),
     [
         ("trian: {}", 1, "'train'"),
-        ("train:\n  stps: 3", 2, "'steps'"),
+        ("train:\n  stps: 3", 2, "'train.steps'"),
         ("train:\n  steps: x", 2, "whole number"),
         ("train:\n  steps: 1.5", 2, "whole number"),
         ("train:\n  steps: true", 2, "whole number"),

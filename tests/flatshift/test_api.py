@@ -51,7 +51,7 @@ def test_a_mapping_says_what_flags_say() -> None:
         (lambda: flatshift.load_recipe("classify", {3: 1}), "a key must be a text such as 'train.steps', got 3"),
         (lambda: flatshift.load_recipe("classify", {"train": {"steps": "x"}}), "train.steps must be a whole number"),
         (lambda: flatshift.load_recipe("classify", {"train.steps": {1}}), "train.steps cannot be {1} (set); give"),
-        (lambda: flatshift.load_recipe("classify", {"train": {"stepz": 1}}), "did you mean 'steps'"),
+        (lambda: flatshift.load_recipe("classify", {"train": {"stepz": 1}}), "did you mean 'train.steps'"),
         (lambda: flatshift.load_recipe("classify", {"train": 3, "train.steps": 4}), "train is given twice"),
         (lambda: flatshift.load_recipe("classify", {"train.steps": 3, "train": {"steps": 4}}), "train.steps is given"),
         (lambda: flatshift.select(["a", 3], ["b"], budget=1), "select: pool[1] must be a text, got 3 (int)"),

@@ -760,7 +760,7 @@ FORMS: list[Form] = [
     _form("train detox", f"train detox --backbone decoder --data texts.jsonl {OWN} --regularizer.kind plain "
           "--select.negative.files pairs.jsonl --select.pool.files texts.jsonl --select.budget 3 --out {out}", judged()),
     _form("train with no recipe", "train --data labels.jsonl", says("RECIPE"), code=2),
-    _form("train with an unknown key", "train classify --train.stepz 3", says("steps"), code=2),
+    _form("train with an unknown key", "train classify --train.stepz 3", says("'train.steps'"), code=2),
     # eval
     _form("eval of a run", "eval {run:classify-encoder}", says("test", "accuracy")),
     _form("eval by group", "eval {run:language-model} decoder --data languages.jsonl --group-by lang --trained de --out "

@@ -328,7 +328,7 @@ def test_how_far_the_sources_go_is_told_and_a_strict_one_refused(folder):
         ("{sources: {}}", r"no weight above 0"),
         ("{sources: {a: {files: [x.jsonl], weight: -1}}}", r"sources\.a\.weight must be .*got -1"),
         ("{sources: {a: {files: []}}}", r"sources\.a\.files is empty"),
-        ("{sources: {a: {file: [x.jsonl]}}}", r"unknown key .*did you mean 'files'"),
+        ("{sources: {a: {file: [x.jsonl]}}}", r"unknown key .*did you mean 'data.train.sources.a.files'"),
         ("{files: [x.jsonl], sources: {a: {files: [x.jsonl]}}}", r"sources and data\.train\.files cannot both be set"),
         ("{limit: 3, sources: {a: {files: [x.jsonl]}}}", r"limit is of data\.train\.files alone"),
         ("{sources: {a: {files: [x.jsonl], when_over: stop}}}", r"when_over cannot be 'stop'"),

@@ -41,7 +41,8 @@ def test_blocks_are_read_from_yaml_and_flags(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("train: {spikes: {windw: 3}}", r"r\.yaml:1: unknown key 'train\.spikes\.windw'; did you mean 'window'"),
+        ("train: {spikes: {windw: 3}}", r"r\.yaml:1: unknown key 'train\.spikes\.windw'; .* 'train\.spikes\.window'"),
+        ("train: {lr: 1e-3}", r"r\.yaml:1: unknown key 'train\.lr'; did you mean 'optimizer\.lr'"),
         ("train: {spikes: {window: 2}}", r"r\.yaml:1: train\.spikes\.window must be ≥ 4"),
         ("train:\n  save_every: 0\n  spikes: {}", r"r\.yaml:3: train\.spikes need checkpoints .*train\.save_every"),
         (

@@ -149,8 +149,13 @@ def test_bad_rows_are_refused_by_line_or_skipped(tmp_path, line, reason):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "one"}\n' + line + b'\n{"text": "three"}\n')
     message = refused(path)
-    assert message.startswith(f"{path}:2: ") and reason in message
+    assert message.startswith(f"{path}:2: ") and reason in message and "skip" not in message
     skipped: list[str] = []
+    assert refused(path, skipped=skipped) == message + "; or leave such rows out with data.bad_rows: skip"
+    assert refused(path, skipped=skipped, setting="select.columns").endswith("with select.bad_rows: skip")
+    path.write_bytes(line + b'\n{"text": "three"}\n')
+    assert "skip" not in refused(path, skipped=skipped), "in a first row the mistake may be in all"
+    path.write_bytes(b'{"text": "one"}\n' + line + b'\n{"text": "three"}\n')
     rows = list(read_rows([str(path)], bad_rows="skip", skipped=skipped))
     # A skipped row still counts for names and for the index of own features.
     assert [(row.id, row.index) for row in rows] == [("0-0", 0), ("0-2", 2)]
