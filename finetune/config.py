@@ -337,7 +337,7 @@ class Train:
     """Peak throughput of one device in TFLOP/s, for the MFU; null: `flatshift train` measures a large matrix
     product."""
     eval_every: int | float = 0
-    """Steps between dev evaluations; below 1 a fraction of the steps (0.25: four times); 0: only at the end."""
+    """Steps between dev evaluations; up to 1.0 a fraction of the steps (0.25: four times); 0: only at the end."""
     best: str = "auto"
     """Metric that selects the best dev evaluation: the lower `loss`, the higher `accuracy`, or any other metric of the
     task, for example `f1_macro` or `numeric_match`, which is then evaluated in full each time (ties: the lower loss).
@@ -374,8 +374,8 @@ class Train:
     @property
     def evaluation_interval(self) -> int:
         """Steps between dev evaluations; 0: only at the end."""
-        every = self.eval_every
-        return max(1, round(every * self.steps)) if 0 < every < 1 else int(every)
+        every = self.eval_every  # 1 is every step; who writes 1.0 means all of them
+        return max(1, round(every * self.steps)) if 0 < every <= 1 and isinstance(every, float) else int(every)
 
 
 MESH_AXES = ("pp", "replicate", "dp", "ep", "cp", "tp")

@@ -133,16 +133,18 @@ def format_evaluation_plan(
         sizes = sizes.under(task, classes=classes or None)
     except UserError:  # an architecture whose sizes are unknown
         return None
+    tokens, interval = sum(map(_count_tokens, evaluated.values())), train.evaluation_interval
+    times = (train.steps - 1) // interval if interval else 0
     plan = plan_evaluation(
         sizes, task, train, batch_size=max(1, recipe.eval.batch_size // share), rows=sum(map(len, evaluated.values())),
-        tokens=sum(map(_count_tokens, evaluated.values())), longest=max(map(find_longest_length, evaluated.values())),
-        classes=classes if task.score == "rank" else 0, device=device,
-        regularizer=recipe.regularizer,
+        tokens=tokens + times * _count_tokens(splits["dev"]), longest=max(map(find_longest_length, evaluated.values())),
+        classes=classes if task.score == "rank" else 0, device=device, regularizer=recipe.regularizer,
     )  # fmt: skip
     whole = task.pack or not len(splits["train"])
     mean = train.max_length if whole else _count_tokens(splits["train"]) / len(splits["train"])
     update = train.batch_size * train.accumulate * mean
     named = ", ".join(f"{name} {len(rows):,}" for name, rows in evaluated.items())
+    named += f" (dev also every {interval} steps)" if times and len(splits["dev"]) else ""
     return plan.line(named, tokens=update, seconds=seconds)
 
 

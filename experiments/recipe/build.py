@@ -115,8 +115,7 @@ def _build_value(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
                     f"{tree.location}: {path} cannot be {_quote(tree.value)}{known}, or a list, as [{word}]"
                 )
         if {int, float} <= set(options):
-            whole = isinstance(tree, Leaf) and isinstance(tree.value, int | float) and float(tree.value).is_integer()
-            options = [int if whole else float]
+            options = [int if isinstance(tree, Leaf) and isinstance(tree.value, int) else float]
     return _build_plain(options[0], tree, path, origins)
 
 

@@ -32,10 +32,11 @@ _EVERY_S = 4.0
 
 
 class _Output:
-    """Time of this process's last output, and the number of other sources: bars of a terminal, ranks it started."""
+    """Time of the last output, number of other sources (bars of a terminal, ranks it started), and the current task."""
 
     last = 0.0
     sources = 0
+    task = ""
 
 
 @contextmanager
@@ -51,10 +52,8 @@ def pause_heartbeat() -> Iterator[None]:
 
 @contextmanager
 def print_heartbeat(name: str, every: float = _EVERY_S) -> Iterator[None]:
-    """Print on stderr that `name` is at work whenever nothing else was printed for `every` seconds.
-
-    If stderr is not a terminal, the interval grows up to a minute: nobody is watching.
-    """
+    """Print on stderr that `name` is at work whenever nothing else was printed for `every` seconds; without a terminal
+    the interval grows up to a minute."""
     start = _Output.last = time.monotonic()
     wait, longest = every, every if sys.stderr.isatty() else 15 * every
 
@@ -63,7 +62,7 @@ def print_heartbeat(name: str, every: float = _EVERY_S) -> Iterator[None]:
         now = time.monotonic()
         if not _Output.sources and now - _Output.last >= wait:
             _Output.last, wait = now, min(2 * wait, longest)
-            print(f"{name}: at work for {now - start:.0f} s", file=sys.stderr, flush=True)
+            print(f"{name}: at work for {now - start:.0f} s{_Output.task}", file=sys.stderr, flush=True)
 
     with polling(print_message, every=every / 8):
         yield
@@ -198,7 +197,7 @@ class Console:
 
     def _lines(self, label: str, total: int | None, unit: str, brief: bool) -> Iterator[ProgressBar]:
         start = last = time.monotonic()
-        latest, meter = (0, ""), _PaceMeter()
+        latest, meter, _Output.task = (0, ""), _PaceMeter(), f" ({label})"
         printed: tuple[int, str] | None = None
 
         def print_line(done: int, note: str) -> None:
@@ -216,6 +215,7 @@ class Console:
                 print_line(*latest)
 
         yield update
+        _Output.task = ""
         if printed != latest and not (brief and printed is None):
             print_line(*latest)
 

@@ -50,7 +50,8 @@ def open_resumable(out: Path, recipe_yaml: str, *, command: str = "the same comm
     began = (state / RECIPE).is_file()
     if began:
         _check_same_recipe(out, recipe_yaml)
-    elif not _is_bare_state(out, state):
+    # A kill in the first moment leaves only a state that names no recipe.
+    elif not (state.is_dir() and has_only_leftovers(out, allowed=(_STATE,)) and has_only_leftovers(state)):
         check_replaceable(out)
     make_directory(state)
     write_text(state / RECIPE, recipe_yaml)
@@ -74,11 +75,6 @@ def open_resumable(out: Path, recipe_yaml: str, *, command: str = "the same comm
         elif isinstance(error, KeyboardInterrupt):
             raise Interrupted(f"what was reached is kept in {state}; {command} continues from there") from None
         raise
-
-
-def _is_bare_state(out: Path, state: Path) -> bool:
-    """Return True if `out` holds only a state that names no recipe yet, as after a kill in the first moment."""
-    return state.is_dir() and has_only_leftovers(out, allowed=(_STATE,)) and has_only_leftovers(state)
 
 
 def _holds_files(directory: Path) -> bool:

@@ -223,12 +223,9 @@ def run_draw(axes: ForecastAxes, out: Path, cell: Cell, threads: int | None) -> 
         from flatshift.experiments.workflows.error_forecast import draw_rows
 
         rows = draw_rows(recipe, axes, cell.point["draw"])
-        return CellResult("done", figures={"rows": [_without_nan(row) for row in rows]})
+        finite = [{name: None if value != value else value for name, value in row.items()} for row in rows]  # no NaN
+        return CellResult("done", figures={"rows": finite})
 
     result, fit = capture_result(measure, directory)
     finish_cell(directory, cell, result)
     return fit
-
-
-def _without_nan(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in row.items()}

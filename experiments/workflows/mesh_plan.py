@@ -179,10 +179,13 @@ def _advice(best: Layout, rules: RuleSettings) -> str:
 
 
 def _plan_notes(cluster: Cluster, sizes: BackboneSizes, best: Layout, rules: RuleSettings) -> list[str]:
+    source = "a model's, fitted on A100s under full training: see docs/does-it-fit.md for its errors"
+    if cluster.constants != PUBLISHED:
+        source = f"those of rates that --calibrate measured for {cluster.name}; between nodes they are published shares"
+    elif cluster.kind == "cpu":
+        source = "those of assumed CPU cores and may be far off: `flatshift plan --calibrate` measures this machine's"
     notes = [
-        "Seconds are a model's, fitted on A100s under full training: see docs/does-it-fit.md for its errors."
-        if cluster.constants == PUBLISHED
-        else f"Seconds take what --calibrate measured for {cluster.name}; between nodes they are published shares.",
+        f"Seconds are {source}.",
         "allocated is what tensors take; reserved and nvidia_smi are ranges of what the pool and the driver add.",
     ]
     if best.time.host:

@@ -110,7 +110,9 @@ def format_first_batch(
     if micro.preference is not None:
         targets = f"{int(micro.preference.lengths.sum())} supervised in {micro.supervised} {task.loss_denominator}"
         samples *= 2 if micro.preference.paired else 1
-    lines = [f"first batch: {len(micro.rows)} rows, {micro.samples} samples, {tokens} tokens, {targets}"]
+    lines = [
+        f"first batch: {len(micro.rows)} rows, {micro.samples} samples, {tokens} tokens, {targets} ({OPEN}…{CLOSE})"
+    ]
     for i, sample in enumerate(spans[:samples]):
         text = _shorten("".join(OPEN + span.text + CLOSE if span.supervised else span.text for span in sample), width)
         if task.traits.is_sequence_level:

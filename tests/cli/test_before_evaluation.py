@@ -147,3 +147,16 @@ def test_a_resumed_run_evaluates_the_rest_or_otherwise(
     said = capsys.readouterr().err
     assert f"learning rate: it ended at {rates[2]:.3g}; steps 4 to 6 go from {rates[2]:.3g} to " in said
     assert not (out / "cold.json").exists()
+
+
+@pytest.mark.parametrize(("every", "count"), [("1", 4), ("0.5", 2), ("1.0", 1)])
+def test_dev_rows_are_read_every_step_or_after_a_share_of_them(
+    every: str, count: int, files: dict[str, Path], tmp_path: Path
+) -> None:
+    words = ["train", str(files["recipe"]), "--data", str(files["train"]), "--data.dev.files", str(files["dev"])]
+    words += ["--train.steps", "4", "--train.batch_size", "2", "--train.max_length", "24", "--train.eval_every", every]
+    assert run([*words, "--out", str(tmp_path / "run"), "--eval.bootstrap", "20", "--train.threads", "1"]) == 0
+    records = [record for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record["split"] == "dev"]
+    assert len(records) == count
+    log = (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
+    assert (f"dev 7 (dev also every {4 // count} steps)" in log) == (count > 1)

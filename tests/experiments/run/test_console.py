@@ -17,6 +17,9 @@ def test_silence_is_broken_unless_somebody_else_speaks(capsys: pytest.CaptureFix
     told = capsys.readouterr().err.splitlines()
     assert 2 <= len(told) <= 4 and set(told) == {"flatshift merge: at work for 0 s"}  # ever more rarely into a pipe
     console = Console()
+    with print_heartbeat("flatshift train", every=0.05), console.task("fine-tune", 8):
+        time.sleep(0.2)
+    assert "flatshift train: at work for 0 s (fine-tune)\n" in capsys.readouterr().err
     with print_heartbeat("flatshift train", every=1.0):
         for _ in range(12):
             console.say("loss")
