@@ -46,6 +46,7 @@ def print_training_outcome(path: Path) -> None:
     Raises UserError for an unreadable run.
     """
     from flatshift.experiments.report.formats import align_columns, number, with_interval
+    from flatshift.experiments.results.predictions import metric_differences
     from flatshift.experiments.results.run import headline_metric, read_run
 
     run, rows = read_run(path), []
@@ -56,6 +57,11 @@ def print_training_outcome(path: Path) -> None:
         floor = find_metric(name).floor or ""
         below = f"{find_metric(floor).title} {number(cells[floor]['value'])}" if floor in cells else "–"
         rows.append([split, find_metric(name).title, with_interval(cells[name]), below, f"{cells[name].get('n', 0):,}"])
+    for split, evaluation in run.cold.items():  # on the rows that both were asked about
+        for name, change in metric_differences(run.split_evaluation(split), evaluation).items():
+            if change.paired and name == headline_metric(evaluation.metrics):
+                interval = with_interval(change, plus=True)
+                rows.append([f"{split}, change", find_metric(name).title, interval, "–", f"{change.n:,}"])
     value = f"value ({100 * (run.recipe.get('eval') or {}).get('confidence', 0.95):g} %)"
     print_outcome(
         align_columns(["split", "metric", value, "baseline", "n"], rows, right={4}) if rows else "",

@@ -53,11 +53,8 @@ def _blake2b_hash(word: bytes) -> int:
 
 
 class Shingler:
-    """Hashed shingles of normalised texts.
-
-    unit: "char" or "word" (runs of letters, digits and underscores). size: units of one shingle; a shorter text is one
-    shingle, a text without units has none.
-    """
+    """Hashed shingles of normalised texts. unit: "char" or "word" (runs of letters, digits and underscores). size:
+    units of one shingle; a shorter text is one shingle, a text without units has none."""
 
     def __init__(self, unit: Literal["char", "word"], size: int):
         self.unit = unit
@@ -78,11 +75,8 @@ class Shingler:
 
 
 def window_hashes(codes: np.ndarray, counts: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the hashes of all runs of `size` codes within one text.
-
-    codes: (T,) unsigned integers, text after text. counts: (n,) codes of each text. Returns hashes (uint64) and their
-    (n,) counts.
-    """
+    """Return the hashes of all runs of `size` codes within one text. codes: (T,) unsigned integers, text after text.
+    counts: (n,) codes of each text. Returns hashes (uint64) and their (n,) counts."""
     total = len(codes) - size + 1
     window_counts = np.maximum(counts - size + 1, 0)
     if total < 1:

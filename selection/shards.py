@@ -19,11 +19,8 @@ Arrays = Mapping[str, "np.ndarray"]
 
 @dataclass(frozen=True)
 class Shard:
-    """Rows [low, high) of a pool.
-
-    texts: of these rows. inputs: arrays given to the map, the same for every shard. earlier: result of this shard in an
-    earlier map. Both are mapped from disk.
-    """
+    """Rows [low, high) of a pool. texts: of these rows. inputs: arrays given to the map, the same for every shard.
+    earlier: result of this shard in an earlier map. Both are mapped from disk."""
 
     texts: Sequence[str]
     low: int

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from flatshift.experiments.data.sources import epochs_to_steps
 from flatshift.experiments.data.splits import prepare_data
 from flatshift.experiments.recipe import load_recipe
@@ -73,19 +75,15 @@ def plan_mesh(
     """
     resolved, data = load_recipe(recipe, overrides), None
     counted = resolved.recipe.train.epochs is None
-    own = any(not name.startswith(SAMPLE) for name in resolved.recipe.data.train.all_files)
+    is_own = any(not name.startswith(SAMPLE) for name in resolved.recipe.data.train.all_files)
     at_hand = model is None and known_shape(resolved.recipe.backbone) is None
-    if not counted and tokens is None and (own or at_hand):
+    if not counted and tokens is None and (is_own or at_hand):
         rows = prepare_data(resolved.recipe).train
-        lengths = ColumnarExamples.of(rows).ragged("input_ids")
+        ragged = ColumnarExamples.of(rows).ragged("input_ids")
+        lengths = np.zeros(0) if ragged is None else np.sort(ragged[2])
         resolved = epochs_to_steps(resolved, rows, seed=derive_seed(resolved.recipe.train.seed, FINE_TUNE))
-        data = {
-            "rows": len(rows),
-            "tokens": 0 if lengths is None else int(lengths[2].sum()),
-            "by": resolved.recipe.backbone,
-            "updates": resolved.recipe.train.steps,
-        }
-        counted = True
+        own, counted = resolved.recipe, True
+        data = {"rows": len(rows), "tokens": int(lengths.sum()), "by": own.backbone, "updates": own.train.steps}
     settings = resolved.recipe
     backbone, train = model or settings.backbone, settings.train
     cluster = _parse_cluster(gpus, node, link, network, settings.mesh.size)
@@ -108,6 +106,9 @@ def plan_mesh(
         best = best_layout(layouts)
     _check_task(backbone, sizes.kind, settings)
     total = tokens if tokens is not None else float(best.tokens * train.steps) if counted else None
+    if data is not None and total is not None and len(lengths) and not settings.task.pack:
+        together = best.train.batch_size // (best.mesh.replicate * best.mesh.dp)
+        total *= _mean_longest(lengths, together) / train.max_length  # a micro-batch is padded to its longest row
     is_timed = best.fits and (train.precision != "fp32" or cluster.kind == "cpu") and total is not None
     hours = 0.0 if total is None else total / best.tokens * best.time.total / 3600
     overhead = cached_overhead() if cluster.kind == "cpu" else None
@@ -136,6 +137,12 @@ def plan_mesh(
         "advice": None if best.fits else _advice(best, rules),
         "table": format_table(layouts, cluster, sizes),
     }
+
+
+def _mean_longest(lengths: np.ndarray, count: int) -> float:
+    """Return the mean of the longest of `count` draws from sorted `lengths`."""
+    below = np.arange(len(lengths) + 1) / len(lengths)
+    return float(np.diff(below**count) @ lengths)
 
 
 def _check_task(backbone: str, kind: str, recipe: Recipe) -> None:

@@ -34,7 +34,7 @@ class Flags:
     """Another backbone: a directory, a config.json, a hub name, or a common shape such as llama-3.1-70b."""
     gpus: str | None = None
     """COUNTxNAME, for example 64xH100-80; NAME@GB for another memory; CPU@GB for a machine without any; `here`: what
-    this machine has. Default: what the recipe's name says (`flatshift recipes`), else 1xH100-80, with a note."""
+    this machine has. Default: what the recipe's name says (`flatshift recipes`), for --model 1xH100-80, else `here`."""
     node: int | None = None
     """Devices per node; by default 8, or all of them."""
     nvlink: float | None = None
@@ -74,7 +74,8 @@ def run(argv: list[str]) -> int:
     from flatshift.experiments.workflows.mesh_plan import format_plan, plan_mesh
 
     shown = gallery_recipes().get(flags.recipe)
-    gpus = flags.gpus or (_ASSUMED if shown is None else shown.gpus)
+    assumed = "here" if {flags.model, flags.node, flags.nvlink, flags.ib} == {None} else _ASSUMED
+    gpus = flags.gpus or (assumed if shown is None else shown.gpus)
     document = plan_mesh(
         flags.recipe, overrides, model=flags.model, gpus=gpus, node=flags.node, link=flags.nvlink, network=flags.ib,
         recompute=flags.checkpointing, price=flags.price, tokens=flags.tokens,
@@ -92,8 +93,8 @@ def run(argv: list[str]) -> int:
             written = page({**document, "command": f"flatshift plan {join_command(argv)}"})
         write_text(flags.out, written)
     if flags.gpus is None:
-        note = f"note: planned for {gpus}, as no --gpus is given; --gpus here plans for this machine"
-        print(note, file=sys.stderr)
+        meant, other = ("this machine", _ASSUMED) if gpus == "here" else (gpus, "here")
+        print(f"note: planned for {meant}, as no --gpus is given; `--gpus {other}` plans for another", file=sys.stderr)
     print(text if flags.json else format_plan(document))
     if flags.out is not None and not flags.json:
         print(flags.out)

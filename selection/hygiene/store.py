@@ -35,11 +35,8 @@ def bounded_batches(items: Iterable[Batched], total: int, count: float = inf) ->
 
 
 class GrowingArray:
-    """One-dimensional array built piece by piece.
-
-    dtype: of the array. limit: bytes held in memory; beyond that the array is in a temporary file (in TMPDIR), which is
-    removed with the process, and `array` maps it.
-    """
+    """One-dimensional array built piece by piece. dtype: of the array. limit: bytes held in memory; beyond that the
+    array is in a temporary file (in TMPDIR), which is removed with the process, and `array` maps it."""
 
     def __init__(self, dtype: Any, limit: int = 1 << 19):
         self.dtype = np.dtype(dtype)
@@ -94,11 +91,8 @@ _ROW_BYTES = 48  # bytes per row while a run is sorted: key and row before and a
 
 
 def sort_keys(keyed: Iterable[Keyed], memory: int) -> Iterator[Keyed]:
-    """Yield blocks of keys in ascending order, equal ones in the order of their rows.
-
-    keyed: blocks whose rows ascend, also from one block to the next. memory: bytes for sorting a run, without effect on
-    the result.
-    """
+    """Yield blocks of keys in ascending order, equal ones in the order of their rows. keyed: blocks whose rows ascend,
+    also from one block to the next. memory: bytes for sorting a run, without effect on the result."""
     capacity = max(memory // _ROW_BYTES, 1)
     keys, rows = GrowingArray(np.uint64), GrowingArray(np.int64)
     borders = [0]
@@ -144,11 +138,8 @@ def _sort_blocks(blocks: list[Keyed]) -> Keyed:
 
 
 def _merge_runs(keys: np.ndarray, rows: np.ndarray, borders: list[int], window: int) -> Iterator[Keyed]:
-    """Merge the runs between `borders`.
-
-    Each step takes from every run the keys up to the end of the window that ends first; if equal keys continue beyond
-    it, later runs keep theirs for a later step.
-    """
+    """Merge the runs between `borders`. Each step takes from every run the keys up to the end of the window that ends
+    first; if equal keys continue beyond it, later runs keep theirs for a later step."""
     starts, ends = borders[:-1], borders[1:]
     while any(low < end for low, end in zip(starts, ends, strict=True)):
         reach = [min(low + window, end) for low, end in zip(starts, ends, strict=True)]

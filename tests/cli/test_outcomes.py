@@ -71,15 +71,18 @@ def test_a_sweep_ends_with_its_verdict_and_asks_for_more_seeds_where_it_is_undec
 
 
 def test_conversations_are_judged_beside_the_backbone_alone(tmp_path: Path, capsys) -> None:
-    talks = [[{"role": "user", "content": f"Is it {i}?"}, {"role": "assistant", "content": f"{i}."}] for i in range(20)]
+    talks = [[{"role": "user", "content": f"Is it {i}?"}, {"role": "assistant", "content": f"{i}."}] for i in range(60)]
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"messages": turns} for turns in talks])
     small = SMALL.replace("--data.train.limit 40 --data.dev.limit 20 --data.test.limit 30 ", "").split()
     small = [*small[2:], "--train.epochs", "1"]
     assert run(["train", "chat", "--data", str(rows), *small, "--out", str(tmp_path / "run")]) == 0
     lines, commands = ending(capsys)
-    assert [line.split()[1] for line in lines if "one epoch of 16 rows" in line] == ["steps:"]
+    assert [line.split()[1] for line in lines if "one epoch of 48 rows" in line] == ["steps:"]
     held = [line for line in lines if line.startswith("test, backbone alone  perplexity  ")]
     assert len(held) == 1 and commands[1][3:5] == ["--data", NEW_ROWS]
+    (change,) = [line.split() for line in lines if line.startswith("test, change ")]
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert " ".join(change[3:7]) in page and change[-1] == "6", "on the page too"
 
 
 def test_two_runs_are_told_apart_by_paired_rows_and_a_sentence(tmp_path: Path, capsys) -> None:
@@ -107,11 +110,20 @@ def test_a_forecast_names_no_rank_below_1(tmp_path: Path, capsys) -> None:
 
 def test_a_plan_says_which_machine_was_taken_and_where_it_is_written(tmp_path: Path, capsys) -> None:
     out = tmp_path / "plan.json"
-    for words, stands in (([], True), (["--gpus", "1xH100-80"], False), (["--json"], True)):
-        assert run(["plan", "language-model", "--train.epochs", "null", "--train.steps", "9", *words]) == 0
+    assert run(["plan", "language-model", "--gpus", "here", "--json"]) == 0
+    here = json.loads(capsys.readouterr().out)["cluster"]
+    card = "note: planned for 1xH100-80, as no --gpus is given; `--gpus here`"
+    own = "note: planned for this machine, as no --gpus is given; `--gpus 1xH100-80`"
+    for words, note, cluster in (
+        ([], own, here),
+        (["--nvlink", "100"], card, "1 × H100-80"),
+        (["--model", "qwen3-0.6b"], card, "1 × H100-80"),
+        (["--gpus", "1xH100-80"], "", "1 × H100-80"),
+    ):
+        assert run(["plan", "language-model", "--train.epochs", "null", "--train.steps", "9", *words, "--json"]) == 0
         said = capsys.readouterr()
-        assert ("note: planned for 1xH100-80, as no --gpus is given; --gpus here" in said.err) == stands
-        assert "--json" not in words or json.loads(said.out)["cluster"] == "1 × H100-80"
+        assert note in said.err and ("note: planned" in said.err) == bool(note)
+        assert json.loads(said.out)["cluster"] == cluster, words
     steps = ["--train.epochs", "null", "--train.steps", "9"]
     assert (
         run(["plan", "language-model", *steps, "--train.checkpointing", "full", "--gpus", "1xH100-80", "--json"]) == 0

@@ -325,6 +325,26 @@ def test_epochs_are_counted_from_the_recipes_own_files(tmp_path: Path, capsys: p
     assert (data["rows"], data["by"], data["updates"]) == (40, "flatshift-5m", 5), "a tenth of them is dev, one test"
 
 
+def test_rows_of_ones_own_take_what_their_batches_are_padded_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The plan counted each row as one of train.max_length; the mean of the longest of eight is counted by draws here."""
+    import numpy as np
+
+    short, long = '{"text": "card", "label": "a"}\n', f'{{"text": "{"card " * 40}", "label": "b"}}\n'
+    (tmp_path / "rows.jsonl").write_text((short * 3 + long) * 10, encoding="utf-8")
+    words = ["plan", "classify", "--data.train.files", str(tmp_path / "rows.jsonl"), "--data.dev.files", "[]"]
+    words += ["--data.test.files", "[]", "--data.holdout", "0", "--train.max_length", "256", "--train.batch_size", "8"]
+    assert run([*words, "--train.epochs", "1", "--gpus", "CPU@12", "--train.accumulate", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["data"]["rows"] == 40 and found["layouts"][found["best"]]["batch_size"] == 8
+    one = (found["data"]["tokens"] - 30 * 3) / 10  # a short row has three tokens
+    tokens = found["tokens"] / found["data"]["updates"] / 8
+    rng = np.random.default_rng(0)
+    drawn = np.mean([rng.choice([3] * 30 + [one] * 10, 8).max() for _ in range(20_000)])
+    assert tokens == pytest.approx(drawn, rel=0.02)
+
+
 def test_context_and_nccl_are_causes_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--model", "llama-3.2-3b", "--regularizer.kind", "ggpo", "--train.batch_size", "8", "--json"]
     for gpus, outside in (("1xH100-80", {"context"}), ("2xH100-80", {"context", "nccl"})):

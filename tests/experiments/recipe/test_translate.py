@@ -482,7 +482,7 @@ def test_a_system_turn_of_llama_factory_is_kept_and_its_template_is_advice(tmp_p
     )
     translated = translate_recipe(file)
     assert translated.recipe["task"]["system"] == "Be brief." and translated.unknown == ()
-    assert any(note.startswith("template: ") and "for one that has none" in note for note in translated.notes)
+    assert any(note.startswith("template: ") and "base models have none" in note for note in translated.notes)
 
 
 MIXED = """\
