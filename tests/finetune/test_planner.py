@@ -328,7 +328,7 @@ def test_epochs_are_counted_from_the_recipes_own_files(tmp_path: Path, capsys: p
 def test_rows_of_ones_own_take_what_their_batches_are_padded_to(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The plan counted each row as one of train.max_length; the mean of the longest of eight is counted by draws here."""
+    """The plan counted each row as one of train.max_length; here the longest of eight is drawn often."""
     import numpy as np
 
     short, long = '{"text": "card", "label": "a"}\n', f'{{"text": "{"card " * 40}", "label": "b"}}\n'
