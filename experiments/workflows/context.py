@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import gc
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from flatshift.experiments.workflows.run_parts import FINE_TUNE, has_custom_init
 from flatshift.finetune.atomic import read_json_object, write_json
 from flatshift.finetune.compute.cuda_status import resolve_device
 from flatshift.finetune.compute.matmul_rate import peak_rate
+from flatshift.finetune.compute.memory import core_wait_s
 from flatshift.finetune.compute.numerics import cpu_threads
 from flatshift.finetune.config import Optimizer, Train
 from flatshift.finetune.data.batches import TrainingDataLoader
@@ -137,6 +139,8 @@ _FEW_STEPS, _MANY_EPOCHS = 10, 20
 """Steps below which a packed run says why it has so few, and epochs above which a run is warned of."""
 _COUNTED_STEPS = 5
 """Updates whose tokens are counted for an estimate of time."""
+_BUSY, _LONG_S = 0.1, 30
+"""Share of the time that a thread waits for a core, and seconds of training, above which a run says so."""
 
 
 @dataclass(frozen=True)
@@ -298,7 +302,9 @@ def _report_plan(
         memory = memory_plan(engine.model, train=longest, optimizer=optimizer, task=task, regularizer=regularizer)
         memory_lines = plan_lines(engine.model, train=longest, optimizer=optimizer, plan=memory)
         if not context.cell:  # of a cell nobody reads it
+            began, waited = time.monotonic(), core_wait_s()
             planned = PlannedStep(memory, _predict_step_seconds(recipe, task, train, engine, batches))
+            waited = (core_wait_s() - waited) / (time.monotonic() - began) / torch.get_num_threads()
         if planned is not None and planned.seconds is not None:
             cuda = engine.device.type == "cuda"
             basis = "of the longest rows, by the model of `flatshift plan`" if cuda else "one row was timed"
@@ -307,6 +313,11 @@ def _report_plan(
             count = ("one step" if steps == 1 else f"{steps:,} steps") + (f" after {before:,}" if before else "")
             step, total = (format_duration(n * planned.seconds) for n in (1, steps))
             time_lines = [f"  about {total}: {count} of {step}, {basis}"]
+            if waited > _BUSY and not cuda and steps * planned.seconds > _LONG_S:
+                time_lines.append(
+                    f"  other programs are at work: a thread waited for a core {waited:.0%} of the time, and steps may "
+                    "take several times as long; end them, or take --train.threads 1"
+                )
     context.console.outline([*condense_plan(memory_lines), *time_lines], [*memory_lines, *time_lines])
     return planned
 

@@ -1,4 +1,4 @@
-"""Memory without torch: the allocator's environment, memory of this process, and rows of logits computed at once.
+"""Memory without torch: the allocator's environment, figures of this process, and rows of logits computed at once.
 
 Rows of all lengths and a sliced loss fragment memory that is allocated in blocks of fixed size; expandable segments
 avoid that. The user's environment takes precedence: `PYTORCH_ALLOC_CONF=expandable_segments:False` turns them off.
@@ -87,6 +87,14 @@ def process_bytes(field: str) -> int | None:
             if line.startswith(f"{field}:"):
                 return int(line.split()[1]) << 10
     return None
+
+
+def core_wait_s() -> float:
+    """Return the seconds that this process's threads have waited for a core so far; 0 if the kernel reports none."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        tasks = Path("/proc/self/task").glob("*/schedstat")
+        return sum(int(task.read_text(encoding="utf-8").split()[1]) for task in tasks) / 1e9
+    return 0.0
 
 
 @contextlib.contextmanager

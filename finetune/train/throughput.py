@@ -104,10 +104,7 @@ class ThroughputMeter:
 
     def end_step(self, seconds: float) -> MetricTensors:
         """Record a step that took `seconds`; return the metrics of the last `EVERY` steps once they are complete, else
-        nothing.
-
-        Collective when it returns metrics: all ranks of a mesh get the same. Does not wait for the device.
-        """
+        nothing. Collective when it returns metrics: all ranks of a mesh get the same. Does not wait for the device."""
         (first, passes), (self._first, self._passes) = (self._first, self._passes), (False, 0)
         if not first and passes:  # none: a solver makes the update without them
             self._recent["updates"] += 1

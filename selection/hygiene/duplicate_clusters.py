@@ -55,11 +55,8 @@ class DisjointSets:
 
 
 class DuplicateClusters:
-    """Rows that share their key with another row.
-
-    keyed, memory: as for `sort_keys`. rows: (m,) the rows of each cluster in ascending order, cluster after cluster.
-    number: (m,) index of each row's cluster, from 0.
-    """
+    """Rows that share their key with another row. keyed, memory: as for `sort_keys`. rows: (m,) the rows of each
+    cluster in ascending order, cluster after cluster. number: (m,) index of each row's cluster, from 0."""
 
     def __init__(self, keyed: Iterable[Keyed], memory: int):
         rows, number = GrowingArray(np.int64), GrowingArray(np.int64)

@@ -111,11 +111,8 @@ class MinHasher:
         self.b = draw.integers(0, 1 << 32, permutations, dtype=np.uint64).astype(np.uint32)
 
     def signatures(self, hashes: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Return (permutations, n) uint32: the smallest value of each map over each text's shingles.
-
-        hashes: (S,) uint64, text after text. counts: (n,) shingles of each text; a text without any gets the largest
-        value.
-        """
+        """Return (permutations, n) uint32: the smallest value of each map over each text's shingles. hashes: (S,)
+        uint64, text after text. counts: (n,) shingles of each text; a text without any gets the largest value."""
         full = np.flatnonzero(counts)
         out = np.full((len(self.a), len(counts)), np.uint32(0xFFFFFFFF))
         if not len(full):

@@ -208,11 +208,8 @@ class StoredKernel:
         return log_v
 
     def scale(self, log_v: Tensor, log_z: Tensor | None = None, omega: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Return the row sums' logarithm log z (n,) and column sums (M,) for v; one read of E.
-
-        With `log_z` of the previous call and ω > 1 the row update is over-relaxed: log z ← (1 − ω) log z_old + ω log(E
-        v).
-        """
+        """Return the row sums' logarithm log z (n,) and column sums (M,) for v; one read of E. With `log_z` of the
+        previous call and ω > 1 the row update is over-relaxed: log z ← (1 − ω) log z_old + ω log(E v)."""
         rows, n = self.rows, len(self.rows.a)
         shift = float(log_v.max() + log_v.min()) / 2
         v = (log_v - shift).exp()

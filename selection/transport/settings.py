@@ -50,11 +50,8 @@ def find_threshold(f: Tensor, k: int, team: ProcessTeam) -> SelectionThreshold |
 
 def estimate_overlap(threshold: SelectionThreshold | None, sample: Tensor, moved: Tensor) -> float:
     """Estimate overlap@k of f, whose `threshold` is this, with f after the next correction: 1 − h·E|δ|/(2q) (gotd.md
-    §5.7).
-
-    sample, moved (n,): the potential on a subsample, before and after the next correction. h: density of f at the
-    threshold; δ: change of rows near it minus their mean change; q = k/N.
-    """
+    §5.7). sample, moved (n,): the potential on a subsample, before and after the next correction. h: density of f at
+    the threshold; δ: change of rows near it minus their mean change; q = k/N."""
     if threshold is None or len(sample) < 2:
         return 1.0
     share = len(sample) * threshold.k // threshold.rows
@@ -129,10 +126,7 @@ def descend(
     inverse: Tensor | None = None,
 ) -> tuple[Evaluation, int]:
     """Solve at ε falling by thirds from 0.05 (each stage roughly, from the last one's g), then at the real one; also
-    return the iterations.
-
-    start: a g near enough to begin with the real ε. inverse: as in `solve_dense`.
-    """
+    return the iterations. start: a g near enough to begin with the real ε. inverse: as in `solve_dense`."""
     b = kernel.rows.b
     g: Tensor = torch.zeros_like(b) if start is None else start
     iterations, relative = 0, 0.05

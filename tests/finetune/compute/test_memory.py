@@ -8,7 +8,13 @@ import sys
 
 import pytest
 
-from flatshift.finetune.compute.memory import NAMES, WORKSPACES, cublas_workspace_env, expandable_segments_env
+from flatshift.finetune.compute.memory import (
+    NAMES,
+    WORKSPACES,
+    core_wait_s,
+    cublas_workspace_env,
+    expandable_segments_env,
+)
 
 ASK = (
     "import os, sys; from unittest import mock; from flatshift import cli; "
@@ -37,3 +43,25 @@ def test_the_front_door_sets_it_without_torch():
             [sys.executable, "-c", ASK], env={**plain, **more}, capture_output=True, text=True, check=True
         )
         assert run.stdout.split() == [answer, ":4096:8", "False"]
+
+
+SPIN = """
+import os, time
+os.sched_setaffinity(0, {int(os.environ["CORE"])})
+from flatshift.finetune.compute.memory import core_wait_s
+before, end = core_wait_s(), time.monotonic() + 1.0
+while time.monotonic() < end: pass
+print(core_wait_s() - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux pins processes to cores")
+def test_processes_that_share_a_core_wait_for_it() -> None:
+    """Each of three on one core waits for the other two; a kernel that keeps no such count reports none."""
+    if not core_wait_s():
+        pytest.skip("this kernel does not count it")
+    environment = {**os.environ, "CORE": str(min(os.sched_getaffinity(0)))}
+    command = [sys.executable, "-c", SPIN]
+    started = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    waited = [float(process.communicate()[0]) for process in started]
+    assert max(waited) > 0.3

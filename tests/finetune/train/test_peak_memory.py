@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 from types import SimpleNamespace
@@ -55,6 +56,16 @@ def test_the_log_tells_both(tmp_path, capsys):
     ]
     assert max(share for _, _, share in bars.items) == 1.0
     assert isinstance(notes, Notes) and compare_plan(plan) in notes.sentences[0]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e6])
+def test_a_busy_machine_is_said_where_the_time_is(seconds, tmp_path, capsys, monkeypatch):
+    waits = itertools.count(0, seconds)
+    monkeypatch.setattr(workflow, "core_wait_s", lambda: next(waits))
+    monkeypatch.setattr(workflow, "_LONG_S", 0)
+    assert cli.run(["train", "language-model", "--out", str(tmp_path / "run"), *flags(SMALL)]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "other programs are at work" in line]
+    assert len(said) == (seconds > 0) and all("--train.threads 1" in line for line in said)
 
 
 def test_rows_shorter_than_the_limit_are_planned_as_they_are(tmp_path):
