@@ -159,7 +159,7 @@ def check_empty(path: str | Path, *, resumable: bool = False) -> None:
     if path.exists() and not path.is_dir():
         raise UserError(f"--out: {path} is a file; name a new or empty directory")
     if path.is_dir() and not has_only_leftovers(path):
-        hint = ", or continue a run with `flatshift train --resume`" if resumable else ""
+        hint = f", or continue a run with `flatshift train --resume {path}`" if resumable else ""
         raise UserError(f"--out: {path} is not empty; name another directory{hint}")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import io
 import itertools
 import json
@@ -25,7 +26,14 @@ from tyro import constructors
 
 from flatshift.experiments.recipe import from_override, gallery_recipes, refuse_contradictions, shipped_recipes
 from flatshift.experiments.recipe.json_schema import field_docs
-from flatshift.experiments.recipe.schema import Recipe, find_keys_ending_with, hint_options, list_keys, split_key
+from flatshift.experiments.recipe.schema import (
+    Recipe,
+    dotted_keys,
+    find_keys_ending_with,
+    hint_options,
+    list_keys,
+    split_key,
+)
 from flatshift.experiments.recipe.tree import kinds_first
 from flatshift.experiments.run.console import pause_heartbeat
 from flatshift.finetune.config import MAX_LENGTH
@@ -122,6 +130,9 @@ def _split_recipe_keys(argv: list[str], flags: type) -> tuple[list[str], list[tu
         is_flag = token.startswith("--") and key not in flag_names
         if not is_flag or ("." not in key and key not in _RECIPE_KEYS):
             near = [_OTHER_NAMES[key]] if key in _OTHER_NAMES else find_keys_ending_with(key)
+            if is_flag and not near and not difflib.get_close_matches(key, flag_names):
+                last = difflib.get_close_matches(key, [name.rpartition(".")[2] for name in dotted_keys()], 1, 0.85)
+                near = find_keys_ending_with(last[0]) if last else []
             if is_flag and near:
                 listed = " or ".join(f"`--{near_key}`" for near_key in near[:3])
                 raise UserError(f"--{name} is no flag of this command; did you mean {listed}?")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 NEW_ROWS = "NEW_ROWS.jsonl"
 """Stands for rows of the user's, where a run has none but those that it was trained on."""
-_MAX_RECORDS, _MAX_VERDICTS, _MAX_TEXT = 3, 6, 64
+_MAX_RECORDS, _MAX_VERDICTS, _MAX_TEXT, _MAX_MEANS = 3, 6, 64, 8
 
 
 def print_outcome(table: str, commands: Sequence[Sequence[str]]) -> None:
@@ -188,7 +188,8 @@ def _training_commands(path: Path, run: RunResults) -> list[list[str]]:
     commands = [["flatshift", "train", "language-model", "--data", str(path / "selected.jsonl"), *more, *kind]]
     target, data = run.split_files("target", block="select"), recipe["data"]
     warm_up = load_recipe("warmup", [from_mapping({"data.train.files": target})]).recipe
-    columns = dataclasses.replace(warm_up.data.columns, text=text)
+    own = {key: name for key, name in recipe["data"]["columns"].items() if name != key}
+    columns = dataclasses.replace(warm_up.data.columns, **(own or {"text": text}))
     needs_rows = data["holdout"] == 0 < warm_up.data.holdout  # none were set apart to evaluate it on
     if target and recipe.get("warmup") is None and not needs_rows and _has_columns(target, columns, warm_up.task):
         seed = recipe["train"]["seed"]
@@ -201,6 +202,7 @@ def _training_commands(path: Path, run: RunResults) -> list[list[str]]:
             more += ["--data.bad_rows", recipe["select"]["bad_rows"]]
         if not all(name.startswith(SAMPLE) for name in target):
             more += ["--data.train.limit", "null"]  # the recipe's is of the sample
+        more += [word for key, name in own.items() for word in (f"--data.columns.{key}", name)]
         commands.insert(0, ["flatshift", "train", "warmup", "--select.from", str(path), "--data", *target, *more])
     return commands
 
@@ -245,6 +247,8 @@ def print_sweep_outcome(path: Path, argv: Sequence[str]) -> None:
     argv: arguments of the command without `--seeds`, to be run with more where a curve is undecided. Raises UserError
     for a sweep that cannot be read.
     """
+    import numpy as np
+
     from flatshift.experiments.report import formats
     from flatshift.experiments.report.chapters.sweep_verdicts import format_lowest, missing_verdict_reasons
     from flatshift.experiments.results.analysis import SweepAnalysis
@@ -265,7 +269,9 @@ def print_sweep_outcome(path: Path, argv: Sequence[str]) -> None:
     curves = analysis.curves
     for curve in curves[:_MAX_VERDICTS]:
         position = f"along {curve.axis}" + (f", {formats.setting(curve.setting)}" if curve.setting else "")
-        rows.append(["verdict", position, curve.verdict.kind])
+        means = " → ".join(map(formats.number, np.nanmean(curve.curve.test, axis=0)[:_MAX_MEANS]))
+        more = " → …" * (len(curve.curve.values) > _MAX_MEANS)
+        rows.append(["verdict", position, f"{curve.verdict.kind} ({means}{more})"])
     if any(curve.verdict.kind == "undecided" for curve in curves) and "--until" not in argv:
         seeds = max(curve.verdict.seeds_needed or 0 for curve in curves)
         commands.insert(0, ["flatshift", "sweep", *argv, "--seeds", str(max(seeds, 2 * (data.planned_seeds or 0), 5))])

@@ -56,12 +56,9 @@ class _FindingCount:
 
 @dataclass
 class _RowHashes:
-    """Hashes and numbers of the rows of a split, in order.
-
-    keys: of the text for a classifier or regression, of all columns otherwise. texts: of the model's input; only with
-    classes. labels: number of the class, or set of classes; −1: not to be compared. numbers: index of the first
-    example.
-    """
+    """Hashes and numbers of the rows of a split, in order. keys: of the text for a classifier or regression, of all
+    columns otherwise. texts: of the model's input; only with classes. labels: number of the class, or set of classes;
+    −1: not to be compared. numbers: index of the first example."""
 
     keys: array[int] = field(default_factory=lambda: array("q"))
     texts: array[int] = field(default_factory=lambda: array("q"))

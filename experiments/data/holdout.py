@@ -156,11 +156,8 @@ def _position_in_class(classes: np.ndarray, turn: np.ndarray, sizes: np.ndarray)
 def _assign_splits(
     chosen: np.ndarray, classes: np.ndarray, first_rows: np.ndarray, sizes: np.ndarray, splits: Sequence[Split]
 ) -> np.ndarray:
-    """Return for each group the number of its split, from 1, or 0 if it stays.
-
-    The groups are assigned class by class in the order of the rows, each to the split with the fewest rows; test gets
-    the first.
-    """
+    """Return for each group the number of its split, from 1, or 0 if it stays. The groups are assigned class by class
+    in the order of the rows, each to the split with the fewest rows; test gets the first."""
     owner = np.zeros(len(sizes), dtype=np.int8)
     rows = [0] * len(splits)
     for group in chosen[np.lexsort((first_rows[chosen], classes[chosen]))].tolist():

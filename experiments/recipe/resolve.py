@@ -128,9 +128,10 @@ def _find_recipe(reference: str, beside: Path | None = None) -> Path | str:
         )
     if candidate.exists():
         raise UserError(f"{reference} is a pipe, socket or device, not a recipe; write it to a file first")
+    near = [str(path.parent / file.name) for file in candidate.parent.glob("*.y*ml")]
     raise UserError(
         f"recipe {reference!r} is neither a file nor a shipped recipe"
-        f"{suggest_nearest(reference, (*shipped, *gallery_recipes()))}"
+        f"{suggest_nearest(reference, (*near, *shipped, *gallery_recipes()))}"
     )
 
 

@@ -88,7 +88,7 @@ class Select:
     for the first choices. For methods that work on features also report whether the selection lowers the transport
     distance to the target, and which targets the pool cannot serve, on a few thousand rows."""
     columns: Columns = field(default_factory=Columns)
-    """Column names of pool and target."""
+    """Column names of pool and target; a target whose columns have other names is read by `data.columns`."""
     domain_column: str = "domain"
     """Column with a record's domain: for the report, for the method `domains`, and for the subsets of `less`."""
     bad_rows: Literal["refuse", "skip"] = "refuse"

@@ -85,11 +85,8 @@ def write_selection(
 
 def _write_selected(directory: Path, rows: RowView, scores: np.ndarray, ranks: np.ndarray, spec: Select) -> None:
     """Write the selected records in selection order, plus id, score and rank; colliding input keys move under `source`,
-    or `source_2` where records have that.
-
-    A repeated record has a line each time, with a new id and the record's id as `repeat_of`. The column that ids are
-    read from has the line's id.
-    """
+    or `source_2` where records have that. A repeated record has a line each time, with a new id and the record's id as
+    `repeat_of`. The column that ids are read from has the line's id."""
     columns = spec.columns
     names: set[str] = set(rows.ids)
     written: set[str] = set()

@@ -228,11 +228,8 @@ def _fully_trained_modules(backbone: PreTrainedModel, adapter: Adapter) -> list[
 
 def _new_modules_outside_head(backbone: PreTrainedModel, task: TraitsTask, new_parameters: Iterable[str]) -> list[str]:
     """Return the modules missing from the checkpoint (BERT's pooler) and those of the head, other than PEFT's own
-    `classifier`/`score`: they train too.
-
-    For a masked-LM head these are the layers before the output layer, whose weight is the tied embedding and whose bias
-    stays 0.
-    """
+    `classifier`/`score`: they train too. For a masked-LM head these are the layers before the output layer, whose
+    weight is the tied embedding and whose bias stays 0."""
     owners = {name.rsplit(".", 1)[0] for name in new_parameters}
     if not task.traits.is_sequence_level:
         output = backbone.get_output_embeddings()

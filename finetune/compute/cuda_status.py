@@ -97,7 +97,7 @@ def diagnose_cuda(status: CudaStatus) -> CudaUnavailable | None:
         )
     build = f"torch {status.torch} is built for {status.built_for}"
     if not status.driver and not status.built_for.startswith("ROCm"):
-        return CudaUnavailable(f"{build}, but no NVIDIA driver is here", "install one")
+        return CudaUnavailable(f"{build}, but no NVIDIA driver is here", "install one if there is a GPU")
     # CUDA stops at the first empty or negative entry
     first = "0" if status.visible is None else status.visible.split(",")[0].strip()
     if not first or first.startswith("-") or first == "NoDevFiles":

@@ -520,11 +520,8 @@ def _check_unique_columns(names: Sequence[str], context: str) -> None:
 
 def _build_arrow_record(ordinal: int, values: dict[str, Any]) -> FileRecord:
     """Return a record with decimals as plain numbers, and without the null-valued keys of objects in its lists (turns,
-    tools).
-
-    Arrow gives every object of a column the keys of all others, so an argument of one tool appears, as null, in the
-    calls of all tools. Original nulls cannot be distinguished from these.
-    """
+    tools). Arrow gives every object of a column the keys of all others, so an argument of one tool appears, as null, in
+    the calls of all tools. Original nulls cannot be distinguished from these."""
     nulls = 0
     for name, value in values.items():
         if isinstance(value, Decimal):

@@ -129,6 +129,7 @@ def read_rows(
     used: Sequence[str] = (),
     named: Mapping[str, str] | None = None,
     only: int | None = None,
+    block: str = "",
 ) -> Iterator[Row]:
     """Yield the rows of `files`, in the given order.
 
@@ -142,7 +143,7 @@ def read_rows(
     bad_rows: refuse the first bad row, or skip them all. If one of several files breaks off, its rest then counts as
         one bad row after the readable records; a single file is refused.
     skipped: receives `file:line: reason` of every skipped row.
-    setting: setting with which the user named the columns, for messages.
+    setting: setting with which the user named the columns, for messages. block: that of `bad_rows`, if another.
     first: stop after this many rows, without reading further; None: read all.
     label: converts a record's label to a row's (`BaseTask.read_label`), or raises ValueError.
     used: optional columns; if `columns` gives one of them a name other than the default, at least one row must have it.
@@ -178,7 +179,7 @@ def read_rows(
             except ValueError as error:
                 problem = f"{location}: {error}"
                 if bad_rows == "refuse":  # in a first row the mistake may be in all
-                    fix = f"; or leave such rows out with {setting.partition('.')[0]}.bad_rows: skip"
+                    fix = f"; or leave such rows out with {block or setting.partition('.')[0]}.bad_rows: skip"
                     raise UserError(problem + fix * (index > 0 and skipped is not None)) from None
                 if skipped is not None:
                     skipped.append(problem)
@@ -499,7 +500,7 @@ def missing_column_message(own: str, record: Iterable[str], setting: str | None 
     """Return the message for a missing column: names the nearest one, or all that exist, and the `setting` that names
     it."""
     names = [str(name) for name in record]
-    close = difflib.get_close_matches(own, names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(own, names, n=1, cutoff=0.7)
     hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(map(repr, names[:12])) or 'none'}"
     return f"no column {own!r}; {hint}" + (f" (set {setting})" if setting else "")
 

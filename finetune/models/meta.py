@@ -154,12 +154,9 @@ def finalize_model(model: Any, report: dict[str, Any], *, backbone: Backbone, ta
 
 
 def _make_contiguous(module: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Make the hidden states passed to the output embedding contiguous.
-
-    For a slice (B, 1, D), as in generation, torch's matmul with a frozen (D, V) weight makes B products, each of which
-    copies the weight in bf16 on a CPU: 335 MB per sequence at V = 262,144 and D = 640. A contiguous input is one
-    product.
-    """
+    """Make the hidden states passed to the output embedding contiguous. For a slice (B, 1, D), as in generation,
+    torch's matmul with a frozen (D, V) weight makes B products, each of which copies the weight in bf16 on a CPU: 335
+    MB per sequence at V = 262,144 and D = 640. A contiguous input is one product."""
     return tuple(value.contiguous() if isinstance(value, torch.Tensor) else value for value in inputs)
 
 

@@ -41,10 +41,8 @@ micro-batches a generator is best: the graph of a term is freed before the next 
 @contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Switch to evaluation mode (dropout would drown a difference), and restore each module's mode afterwards.
-
     Quantised linear layers stay in training mode: in evaluation mode bitsandbytes repacks 4-bit weights for inference
-    on a CPU, after which no gradient passes through them.
-    """
+    on a CPU, after which no gradient passes through them."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         for module, _ in modes:

@@ -76,10 +76,8 @@ class TSDSSelector(Selector, TSDS):
 
     def _spread(self, x: Any, nearest: NearestRows, progress: Progress) -> tuple[np.ndarray, float, np.ndarray, str]:
         """Return each target's mass on its nearest rows, the spread, the densities used, and how they were counted.
-
         Densities are most of the work and only matter as far as mass reaches, so the number of neighbours is doubled
-        until every target is full before the last of them. The result is that of all neighbours at once.
-        """
+        until every target is full before the last of them. The result is that of all neighbours at once."""
         from flatshift.selection.methods.neighbours import kernel_densities, raise_local_densities
 
         union, index = np.unique(nearest.rows, return_inverse=True)

@@ -192,10 +192,8 @@ def _sum_tiles(
 def _wait_with_progress(
     jobs: list[Future[Tensor | None]], counts: list[int], n: int, on_rows: Callable[[int, int], None] | None
 ) -> None:
-    """Wait for the jobs, reporting progress from this thread.
-
-    If a job fails the others still finish: the raised failure must not depend on which was faster.
-    """
+    """Wait for the jobs, reporting progress from this thread. If a job fails the others still finish: the raised
+    failure must not depend on which was faster."""
     reported = 0
     while True:
         pending = wait(jobs, timeout=0.1 if on_rows else None).not_done

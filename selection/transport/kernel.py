@@ -53,9 +53,7 @@ def _exponentiate(tile: Tensor, stored: bool = False) -> Tensor:
 
 def _exp_in_place(tile: Tensor, stored: bool = False) -> None:
     """Compute exp of S in place, without float32 subnormals: they hold no mass, but many processors are slow on them.
-
-    They are clamped away, unless this thread flushes them to 0 and the tile is `stored` for threads that do not.
-    """
+    They are clamped away, unless this thread flushes them to 0 and the tile is `stored` for threads that do not."""
     if tile.dtype == torch.float32 and (stored or not flushes_subnormals()):
         tile.clamp_(min=-115.0)
     tile.exp2_()

@@ -357,10 +357,8 @@ def draw_stratified(a: np.ndarray, size: int, seed: int, team: ProcessTeam) -> n
 
 
 def _anderson_mix(tried: list[tuple[Tensor, Tensor]], b: Tensor) -> Tensor:
-    """Return Anderson's combination of the images G(g_k): weights that sum to 1 and minimise Σ α_k (G(g_k) − g_k).
-
-    The subsample errs in the same few slow modes at every correction; the combination learns them.
-    """
+    """Return Anderson's combination of the images G(g_k): weights that sum to 1 and minimise Σ α_k (G(g_k) − g_k). The
+    subsample errs in the same few slow modes at every correction; the combination learns them."""
     images = torch.stack([image for _, image in tried])
     residuals = (images - torch.stack([point for point, _ in tried])) * b.sqrt()
     if len(tried) == 1:

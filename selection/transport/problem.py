@@ -158,9 +158,7 @@ def _read_pool(
     team: ProcessTeam,
 ) -> tuple[TransportProblem, BlockSumTree]:
     """Do this process's part of `pose_problem`; return the Problem and the sums of its rows times their weights.
-
-    Weights are not yet scaled to sum 1; `mean` and `mean_cost` are not yet set.
-    """
+    Weights are not yet scaled to sum 1; `mean` and `mean_cost` are not yet set."""
     target = np.asarray(feature_matrix(y, "target"), dtype=np.float64)
     check_same_width(x, target)
     check_finite_rows(target, "target", 0)

@@ -76,6 +76,8 @@ def test_help_is_quick() -> None:
         (["train", "warmup", "--train.stpes", "3"], "'train.steps'"),
         (["train", "warmup", "--train.steps"], "needs a value"),
         (["train", "warmup", "--steps", "4"], "did you mean `--train.steps`"),
+        (["train", "warmup", "--holdot", "0.2"], "did you mean `--data.holdout`"),
+        (["select", "--budgt", "3"], "did you mean --budget?"),
         (["train", "warmup", "--rank=4"], "did you mean `--adapter.rank`"),
         (["sweep", "double-descent", "--lr", "1e-3"], "`--optimizer.lr`"),
         (["train", "warmup", "--mesh.dp", "3"], "mesh.dp"),
@@ -109,6 +111,15 @@ def test_user_mistakes_exit_2_with_one_sentence(
     assert words in said
     assert "Traceback" not in said
     assert not list(tmp_path.iterdir()), "nothing may be left behind"
+
+
+def test_a_recipe_with_another_suffix_is_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    from flatshift.cli import run
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("extends: classify\n", encoding="utf-8")
+    for name in ("mine.yml", "main.yaml"):
+        assert run(["train", name]) == 2 and "did you mean 'mine.yaml'?" in capsys.readouterr().err
 
 
 def test_a_process_of_its_own_exits_2_with_one_sentence(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -427,7 +428,25 @@ def test_a_missing_column_names_the_nearest(given: Path, capsys, kind: str, side
         else:
             pq.write_table(pa.table({"txt": ["a", "b"], "n": [1, 2]}), given / "pool.parquet")
     told = refused(given, capsys, budget=1)
-    assert "no column 'text'; did you mean 'txt'? (set select.columns.text)" in told
+    block = "data" if side == "target" else "select"
+    assert f"no column 'text'; did you mean 'txt'? (set {block}.columns.text)" in told
+
+
+def test_a_target_with_other_column_names_than_the_pool(given: Path, capsys) -> None:
+    """`--data.columns` was accepted without a word, and no flag could name two texts."""
+    rows = [{"ticket": f"T{i}", "complaint": row["text"], "kind": "ab"[i % 2]} for i, row in enumerate(POOL)]
+    (given / "target.jsonl").write_bytes(lines(rows))
+    told = refused(given, capsys, budget=1)
+    assert "target.jsonl:1: no column 'text'; there are 'ticket', 'complaint', 'kind' (set data.columns.text)" in told
+    words = ["select", "--pool", str(given / "pool.jsonl"), "--target", str(given / "target.jsonl"), "--budget", "2"]
+    columns = ["--data.columns.text", "complaint", "--data.columns.label", "kind"]
+    assert run([*words, *columns, "--out", str(given / "picked")]) == 0
+    (command,) = [line for line in capsys.readouterr().err.splitlines() if "flatshift train warmup" in line]
+    assert shlex.split(command)[-4:] == columns
+    chosen = [json.loads(line) for line in (given / "picked" / "selected.jsonl").read_text().splitlines()]
+    assert len(chosen) == 2 and all("text" in row for row in chosen)
+    (given / "target.jsonl").write_bytes(lines([*rows, {"complaint": 3}]))
+    assert "leave such rows out with select.bad_rows: skip" in refused(given, capsys, *columns, budget=1)
 
 
 def test_a_named_column_that_is_missing(given: Path, capsys) -> None:

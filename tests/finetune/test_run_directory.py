@@ -28,7 +28,7 @@ def test_create_writes_provenance_and_refuses_what_is_not_empty(tmp_path):
     assert {"python", "platform", "cpu", "cores", "memory", "commit", "versions"} <= environment.keys()
     assert environment["versions"]["torch"] and environment["memory"] > 2**20
     assert (run.path / "command.txt").read_text().strip()
-    with pytest.raises(UserError, match=r"not empty.*--resume"):
+    with pytest.raises(UserError, match=r"not empty.*--resume .*first`"):
         RunDirectory.create(run.path)
     with pytest.raises(UserError, match=r"not empty; name another directory$"):
         check_empty(run.path)
