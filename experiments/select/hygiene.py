@@ -130,7 +130,7 @@ def _read_drop_list(spec: Select, rows: RowView, console: Console) -> DropList:
     files = spec.hygiene.drops
     skipped: list[str] = []
     listed = DropList(memory=int(spec.hygiene.memory_gib * 2**29))
-    entries = read_rows(files, required=("id",), bad_rows=spec.bad_rows, skipped=skipped, setting="select")
+    entries = read_rows(files, required=("id",), bad_rows=spec.bad_rows, skipped=skipped, block="select")
     while block := list(islice(entries, _BLOCK_ROWS)):
         matches, reasons = (
             ["" if (value := row.record.get(name)) is None else str(value) for row in block]
