@@ -173,9 +173,7 @@ def busy_rows(bench: Benchmark) -> None:
     cores = os.cpu_count() or 1
     for backbone, rows, tokens in SHAPES[2:4] + SHAPES[6:7] + SHAPES[-1:]:
         found = in_child(f"{HERE}:busy", threads=cores, backbone=backbone, rows=rows, tokens=tokens)
-        what = (
-            f"an update of {backbone}, {rows} × {tokens}, fp32, beside a program that keeps one of {cores} cores busy"
-        )
+        what = f"an update of {backbone}, {rows} × {tokens}, fp32, beside a program that keeps a core busy"
         bench.row(f"{what}: {cores} threads", "seconds", ours=found["all"], peer=found["alone"], peer_name="alone")
         named = f"{cores} threads"
         bench.row(f"{what}: one thread", "seconds", ours=found["one"], peer=found["all"], peer_name=named, maximum=1.05)
