@@ -8,13 +8,9 @@ is right in a setting if the dtype that it took is the faster one, or if rounds 
 from __future__ import annotations
 
 import os
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,37 +139,3 @@ def thread_rows(bench: Benchmark) -> None:
         result = in_child(f"{HERE}:threads", threads=cores, backbone=backbone, rows=rows, tokens=tokens)
         what = f"an update of {backbone}, {rows} × {tokens}, fp32, {cores} threads"
         bench.row(what, "seconds", **result, peer_name="one thread", maximum=1.05)
-
-
-def busy(backbone: str, rows: int, tokens: int) -> dict[str, list[float]]:
-    """Wall seconds of one float32 update by round: on all threads alone, and on all and on one beside a busy program;
-    in a child."""
-    counts = {"alone": torch.get_num_threads(), "all": torch.get_num_threads(), "one": 1}
-    run = ready_pass(backbone_of(backbone), rows, tokens, "fp32")
-    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-
-    def seconds(way: str) -> float:
-        other.send_signal(signal.SIGSTOP if way == "alone" else signal.SIGCONT)
-        torch.set_num_threads(counts[way])
-        run()
-        begun = time.perf_counter()
-        for _ in range(3):  # a scheduler's slice is as long as a small update
-            run()
-        return (time.perf_counter() - begun) / 3
-
-    try:
-        result = in_turn({way: partial(seconds, way) for way in counts}, 2 * ROUNDS + 1, measure=call)
-    finally:
-        other.kill()
-    return {way: taken[1:] for way, taken in result.items()}
-
-
-def busy_rows(bench: Benchmark) -> None:
-    """What the hint *other programs are at work* says: wall time, so nothing else may run beside it."""
-    cores = os.cpu_count() or 1
-    for backbone, rows, tokens in SHAPES[2:4] + SHAPES[6:7] + SHAPES[-1:]:
-        found = in_child(f"{HERE}:busy", threads=cores, backbone=backbone, rows=rows, tokens=tokens)
-        what = f"an update of {backbone}, {rows} × {tokens}, fp32, beside a program that keeps a core busy"
-        bench.row(f"{what}: {cores} threads", "seconds", ours=found["all"], peer=found["alone"], peer_name="alone")
-        named = f"{cores} threads"
-        bench.row(f"{what}: one thread", "seconds", ours=found["one"], peer=found["all"], peer_name=named, maximum=1.05)

@@ -13,8 +13,7 @@ more than AVX2 the second run is left out. One thread, CPU-seconds, in turn. Row
 - attention on short rows in bf16: what we choose beside the faster of both kernels;
 - every number that was chosen by measurement, beside the better of its half and its double;
 - what `train.precision: auto` takes beside the dtype that a whole step is faster in (`benchmarks._machine_precision`);
-- an update on the threads that torch takes by itself beside one thread, in wall time; and both beside a program that
-  keeps one core busy (`flatshift train` then says that other programs are at work);
+- an update on the threads that torch takes by itself beside one thread, in wall time;
 - how long the tutorial's first result, the demo and the tests take: wall minutes, nothing beside them;
   the first is from an empty directory with 200 rows and the source to predictions and a page, by the lines of
   docs/first-model.md as they stand, installation included; the others with AVX2 only (the rehearsal leaves clock,
@@ -47,7 +46,7 @@ import torch.nn.functional as F
 from benchmarks import _instructions
 from benchmarks._harness import ROOT, Benchmark, cpu_clock, in_child, in_turn, limit_threads, measure_groups, peak_bytes
 from benchmarks._machine_constants import CONSTANTS
-from benchmarks._machine_precision import busy_rows, narrow_rows, precision_rows, thread_rows
+from benchmarks._machine_precision import narrow_rows, precision_rows, thread_rows
 from benchmarks.regularizer_step import VOCABULARY, adapted_llama
 from flatshift.finetune.compute import loss
 from flatshift.finetune.compute.numerics import has_bf16_matmul
@@ -315,7 +314,6 @@ GROUPS: dict[str, Callable[[Benchmark], None]] = {
     "attention": partial(everywhere, kernels),
     "numbers": partial(everywhere, constants),
     "threads": thread_rows,
-    "busy": busy_rows,
 }
 
 if __name__ == "__main__":

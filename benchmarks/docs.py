@@ -132,6 +132,7 @@ TOPICS = {
         "Machines",
         {
             "any_machine": "Choices tuned on one CPU, on CPUs with fewer instruction sets.",
+            "busy_cores": "Training on all cores while another program takes one.",
             "gpu": "Everything that needs a GPU ([what is known without one](../cuda.md)).",
         },
     ),
