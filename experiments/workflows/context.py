@@ -140,7 +140,7 @@ _FEW_STEPS, _MANY_EPOCHS = 10, 20
 _COUNTED_STEPS = 5
 """Updates whose tokens are counted for an estimate of time."""
 _BUSY, _LONG_S = 0.1, 30
-"""Share of the time that a thread waits for a core, and seconds of training, above which a run says so."""
+"""Share of the time that a thread waits for a core, and seconds of training, above which a run warns of it."""
 
 
 @dataclass(frozen=True)

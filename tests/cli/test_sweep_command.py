@@ -312,7 +312,7 @@ def test_directory_of_something_else(cheap: Sweep, tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--grid", "adapter.rnk=1"], "'rank'"),
+        (["--grid", "adapter.rnk=1"], "'adapter.rank'"),
         (["--grid", "adapter.rank=1,x"], "whole number"),
         (["--grid", "regularizer.sigma=0,0.1"], "regularizer is plain, which has no sigma; set one that has (ggpo"),
         (["--grid", "regularizer=plain,ggpo", "regularizer.sigma=0,0.1"], "unknown key 'regularizer.sigma'"),

@@ -85,7 +85,7 @@ def test_small_random_space_is_exhausted_without_repeats() -> None:
         (["adapter.rank=1,1"], "grid", None, "given twice"),
         (["adapter.rank=1,1", "train.steps=2,3"], "random", 2, "given twice"),
         (["adapter.rank=1", "adapter.rank=2"], "grid", None, "given twice"),
-        (["adapter.rnk=1"], "grid", None, "'rank'"),
+        (["adapter.rnk=1"], "grid", None, "'adapter.rank'"),
         (["adapter.rank=x"], "grid", None, "whole number"),
         (["train.seed=1"], "grid", None, "--seeds"),
         (["train.threads=1,2"], "grid", None, r"train\.threads=1 and train\.threads=2 are the same run"),
