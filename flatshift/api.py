@@ -95,7 +95,8 @@ def train(
 ) -> Run:
     """Run a recipe into a new run directory, as `flatshift train`.
 
-    out: directory to create, by default `runs/DATE-TIME-NAME`. quiet: print nothing; log.txt has every line.
+    out: directory to create, by default `runs/DATE-TIME-NAME`. overrides: over the recipe's keys, `{"train.steps": 4}`.
+    quiet: print nothing; log.txt has every line.
     Raises UserError for bad input before training starts, Interrupted if stopped with resumable state.
     """
     resolved = _resolve_recipe(recipe, overrides, "train")

@@ -35,6 +35,8 @@ def expand_files(files: Sequence[str]) -> list[DataFile]:
 
     Raises UserError: a path that does not exist (names the nearest), a glob without a match, a file named twice.
     """
+    if isinstance(files, str):
+        raise UserError(f"{files!r}: files are a list; write [{files!r}]")
     paths = [path for name in files for path in _expand_one(str(name))]
     keys: set[str] = set()
     for path in paths:

@@ -255,6 +255,12 @@ def test_csv_with_quoted_newlines_knows_its_lines(tmp_path):
     assert describe_files([str(path)])[0]["rows"] == 4
 
 
+def test_one_name_is_no_list_of_files(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "one"}])
+    with pytest.raises(UserError, match=r"files are a list; write \['.*a\.jsonl'\]"):
+        list(read_rows(str(path)))
+
+
 def test_csv_problems(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text('text,label\n"never closed,1\nb,2\n')
