@@ -172,7 +172,7 @@ def select_into(
     if getattr(spec.method, "repeats", 1) == 1:
         chosen, replaced, remaining = _replace_copies(selector, sides, chosen)
         if replaced:
-            console.say(f"of the best records {replaced:,} said the same as one before; the next best take their places")
+            console.say(f"of the best records {replaced:,} said the same as one before; the next take their places")
         if remaining:
             console.say(f"warning: {remaining:,} of the chosen say the same as another: the pool has no other text")
     if ties := selector.ties(spec.budget):

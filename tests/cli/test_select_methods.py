@@ -322,7 +322,7 @@ def test_no_text_is_chosen_twice(base: list[str], tmp_path: Path, method: str, c
         scores = np.array(columns["score"])[columns["selected"]]
         assert reading["predicted"] == pytest.approx(0.1 * scores.mean(), rel=1e-5)
     if method == "knn":
-        assert "say the same as one before them" in capsys.readouterr().err
+        assert "said the same as one before" in capsys.readouterr().err
         write_jsonl(pool, copies[:9] + copies[9:12] * 4)
         again = [str(tmp_path / "few") if word == str(tmp_path / "out") else word for word in [*words, *vectors]]
         assert run(again) == 0
