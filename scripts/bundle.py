@@ -31,6 +31,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name, parse_wheel_filename
 
+from flatshift.finetune.assets import SOURCE_ONLY
+
 ASSUMED = (
     *("torch", "triton", "transformers", "peft", "accelerate", "safetensors", "numpy", "scipy", "scikit-learn"),
     *("pandas", "pyarrow", "matplotlib", "jinja2", "pyyaml", "regex", "rich", "pytest"),
@@ -177,7 +179,8 @@ def write_bundle(target: TargetMachine, out: Path, optional: Sequence[str], limi
     (out / "bundle.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     (out / "commit").write_text(f"{commit}\n", encoding="utf-8")
     write_scripts(out)
-    for file in [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "benchmarks/results/gpu").glob("*.jsonl")]:
+    small = [file for name in SOURCE_ONLY for file in (ROOT / "finetune/backbones" / name).iterdir()]
+    for file in [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "benchmarks/results/gpu").glob("*.jsonl"), *small]:
         copy = out / file.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, copy)

@@ -39,8 +39,11 @@ KINDS = (
 PACKED = ("language-model", "completion", "chat")
 """Kinds whose rows can be packed."""
 REGULARIZERS = ("plain", "ggpo", "mgpo")
-BACKBONES = {"seq2seq": "flatshift-t5-3m", "masked-lm": "flatshift-encoder-3m"}
-"""Those that are not `flatshift-5m`."""
+BACKBONES = {
+    kind: str(ROOT / "finetune" / "backbones" / name)
+    for kind, name in {"seq2seq": "flatshift-t5-3m", "masked-lm": "flatshift-encoder-3m"}.items()
+}
+"""Those that are not `flatshift-5m`: by directory, since the wheel of a bundle lacks them."""
 SOURCES = {"chat": "sample:gsm8k/train", "preference": "sample:statements/train"}
 
 

@@ -166,6 +166,9 @@ def test_a_fresh_environment_without_an_index_runs_flatshift_and_a_rehearsal(tmp
 
     assert str(tmp_path / "bundle" / "site") in there("flatshift", "doctor")
     kept = tmp_path / "kept.jsonl"
-    there("python", "-m", "benchmarks.gpu", "--rehearse", "--rows", "smoke/step/classify", "--kept", str(kept))
-    (line,) = map(json.loads, kept.read_text().splitlines())
-    assert line["failed"] is None and line["place"]["commit"] == (Path(tmp_path) / "bundle/commit").read_text().strip()
+    for step in ("smoke/step/classify", "smoke/step/seq2seq"):  # the second's backbone is none of the wheel's
+        there("python", "-m", "benchmarks.gpu", "--rehearse", "--rows", step, "--kept", str(kept))
+    lines = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert [line["failed"] for line in lines] == [None, None], lines
+    for line in lines:
+        assert line["place"]["commit"] == (Path(tmp_path) / "bundle/commit").read_text().strip()
