@@ -56,4 +56,5 @@ def test_the_page_runs_up_to_its_sweep(
 @pytest.mark.slow
 def test_the_whole_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = run_python(blocks_of_the_page(), tmp_path, monkeypatch)["ranks"]
-    assert len(ranks.cells) == 4 and not ranks.verdicts and "lowest at rank" in ranks.finding
+    assert len(ranks.cells) == 4 and not ranks.verdicts
+    assert "lowest at rank" in ranks.finding or "ties with" in ranks.finding
