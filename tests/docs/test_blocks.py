@@ -107,7 +107,7 @@ def do(commands: list[str], out: str = "") -> None:
             words[place : place + 1] = shlex.split("--pool pool.jsonl --target target.jsonl --budget 9")
             if words[0] == "train":
                 own = "--data rows.jsonl --data.train.limit null --data.holdout 0.4"
-                pool = [] if "null" in words[:place] else ["--select.pool.files", "pool.jsonl"]
+                pool = [] if "--select" in words else ["--select.pool.files", "pool.jsonl"]
                 words = [*words[:place], *shlex.split(own), *pool]
             words += ["--out", f"{out}-{number}"]
         if "--budget" in words:
@@ -117,7 +117,7 @@ def do(commands: list[str], out: str = "") -> None:
         if words[0] == "train":
             words += TINY.split()
             chooses = any(word.startswith("--select.") for word in words) and "--select.from" not in words
-            words += ["--select.budget", "9"] if chooses and "null" not in words else []
+            words += ["--select.budget", "9"] if chooses and "--select" not in words else []
         if "--samples" in words:
             words[words.index("--samples") + 1] = "1"
         assert run(words) == 0, command
