@@ -24,7 +24,8 @@ CASES = {
     ),
     "no driver": (
         CudaStatus("2.13.0", "CUDA 13.0", False, "", 0, "Found no NVIDIA driver on your system"),
-        "torch 2.13.0 is built for CUDA 13.0, but no NVIDIA driver is here; install one if there is a GPU or take train.device: cpu",
+        "torch 2.13.0 is built for CUDA 13.0, but no NVIDIA driver is here; install one if there is a GPU or take "
+        "train.device: cpu",
     ),
     "hidden": (
         CudaStatus("2.13.0", "CUDA 13.0", True, "", 0, "No CUDA GPUs are available"),
