@@ -26,8 +26,8 @@ def test_silence_is_broken_unless_somebody_else_speaks(capsys: pytest.CaptureFix
         with console.task("inner", 8):
             pass
         time.sleep(0.2)
-    told = [line for line in capsys.readouterr().err.splitlines() if "at work" in line]
-    assert told and set(told) == {"flatshift train: at work for 0 s (outer)"}
+    lines = [line for line in capsys.readouterr().err.splitlines() if "at work" in line]
+    assert lines and set(lines) == {"flatshift train: at work for 0 s (outer)"}
     with print_heartbeat("flatshift train", every=1.0):
         for _ in range(12):
             console.say("loss")
