@@ -436,8 +436,8 @@ def test_a_target_with_other_column_names_than_the_pool(given: Path, capsys) -> 
     """`--data.columns` was accepted without a word, and no flag could name two texts."""
     rows = [{"ticket": f"T{i}", "complaint": row["text"], "kind": "ab"[i % 2]} for i, row in enumerate(POOL)]
     (given / "target.jsonl").write_bytes(lines(rows))
-    message = refused(given, capsys, budget=1)
-    assert "target.jsonl:1: no column 'text'; there are 'ticket', 'complaint', 'kind' (set data.columns.text)" in message
+    expected = "target.jsonl:1: no column 'text'; there are 'ticket', 'complaint', 'kind' (set data.columns.text)"
+    assert expected in refused(given, capsys, budget=1)
     words = ["select", "--pool", str(given / "pool.jsonl"), "--target", str(given / "target.jsonl"), "--budget", "2"]
     columns = ["--data.columns.text", "complaint", "--data.columns.label", "kind"]
     assert run([*words, *columns, "--out", str(given / "picked")]) == 0
