@@ -58,10 +58,11 @@ def print_training_outcome(path: Path) -> None:
         below = f"{find_metric(floor).title} {number(cells[floor]['value'])}" if floor in cells else "–"
         rows.append([split, find_metric(name).title, with_interval(cells[name]), below, f"{cells[name].get('n', 0):,}"])
     for split, evaluation in run.cold.items():  # on the rows that both were asked about
-        for name, change in metric_differences(run.split_evaluation(split), evaluation).items():
-            if change.paired and name == headline_metric(dict(evaluation.metrics)):
-                interval = with_interval(change, plus=True)
-                rows.append([f"{split}, change", find_metric(name).title, interval, "–", f"{change.n:,}"])
+        name = headline_metric(dict(evaluation.metrics)) or ""
+        change = metric_differences(run.split_evaluation(split), evaluation).get(name)
+        if change is not None and change.paired:
+            interval = with_interval(change, plus=True)
+            rows.append([f"{split}, change", find_metric(name).title, interval, "–", f"{change.n:,}"])
     value = f"value ({100 * (run.recipe.get('eval') or {}).get('confidence', 0.95):g} %)"
     print_outcome(
         align_columns(["split", "metric", value, "baseline", "n"], rows, right={4}) if rows else "",

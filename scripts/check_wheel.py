@@ -111,11 +111,15 @@ def check_contents(wheel: Path) -> None:
     if missing:
         raise SystemExit(f"the wheel lacks {missing}")
     check_rooms(set(names))
-    if more := [name for name in names if any(backbone in name for backbone in SOURCE_ONLY)]:
+    if more := [name for name in names if is_source_only(name)]:
         raise SystemExit(f"the wheel holds backbones that only the source has: {more[:3]}")
     size = sum(entry.compress_size for entry in entries if entry.filename.startswith(DATA))
     if size > MAX_DATA_BYTES:
         raise SystemExit(f"backbones and samples take {size:,} bytes of the wheel, more than {MAX_DATA_BYTES:,}")
+
+
+def is_source_only(name: str) -> bool:
+    return any(backbone in name for backbone in SOURCE_ONLY)
 
 
 def check_rooms(names: set[str]) -> None:
@@ -125,8 +129,7 @@ def check_rooms(names: set[str]) -> None:
     listed = subprocess.run(["git", "ls-files", "-z", "--", *house.ROOMS], cwd=ROOT, **_TEXT).stdout.split("\0")
     files = [name for name in listed if name and (ROOT / name).is_file()]  # but the links to rooms
     wanted = {name if name.startswith("flatshift/") else f"flatshift/{name}" for name in files}
-    wanted = {name for name in wanted if not any(backbone in name for backbone in SOURCE_ONLY)}
-    if lacking := sorted(wanted - names):
+    if lacking := sorted(name for name in wanted - names if not is_source_only(name)):
         raise SystemExit(f"the wheel lacks {len(lacking)} files of the rooms: {lacking[:9]}")
 
 

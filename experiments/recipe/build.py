@@ -30,8 +30,8 @@ def suggest_nearest(word: str, known: typing.Iterable[str], path: str = "") -> s
     begins = [name for name in known if len(name) > 3 and word.startswith(name)][-1:]
     cutoff = 0.7 if begins else 0.5
     close = (difflib.get_close_matches(word, known, 1, cutoff) if len(word) <= _MAX_WORD else []) or begins
-    elsewhere = find_keys_ending_with(word) if path == "train" else []
-    if near := [_join_path(path, name) for name in close] or elsewhere[:1]:
+    near = [_join_path(path, name) for name in close]
+    if near := near or (find_keys_ending_with(word) if path == "train" else []):
         return f"; did you mean {near[0]!r}?"
     listed = [name for i, name in enumerate(known) if len(", ".join(known[: i + 1])) <= _MAX_LIST]
     return f"; known: {', '.join(listed)}{', …' * (len(listed) < len(known))}"

@@ -89,7 +89,7 @@ def read_pool(spec: Select, seed: int, directory: Path, console: Console, stages
     of theirs. Raises UserError."""
     skipped: list[str] = []
     if stages is None:
-        rows = _read_rows(spec.pool, spec, "pool", skipped)
+        rows = _read_rows(spec.pool, spec, "pool", skipped, spec.columns)
         view = spill_rows(
             _with_progress(rows, console),
             directory / ".pool.arrow",
@@ -107,11 +107,10 @@ def read_pool(spec: Select, seed: int, directory: Path, console: Console, stages
     return PoolRecords(view, skipped, total)
 
 
-def read_records(files: Files, spec: Select, seed: int, name: str, own: Columns | None = None) -> Records:
-    """Read the rows of a target, or of negative examples, into memory. own: the run's `data.columns`, where they name
-    the target's columns. Raises UserError."""
+def read_records(files: Files, spec: Select, seed: int, name: str, columns: Columns) -> Records:
+    """Read the rows of a target, or of negative examples, into memory. Raises UserError."""
     skipped: list[str] = []
-    rows = _read_rows(files, spec, name, skipped, own)
+    rows = _read_rows(files, spec, name, skipped, columns)
     good = require_rows(rows, files=files.files, purpose=name, skipped=skipped)
     draw = derive_seed(seed, "limit", name)
     limited = limit_rows(good, files.limit, seed=draw, setting=f"select.{name}.limit")
@@ -174,19 +173,19 @@ def record_domains(records: Records, spec: Select) -> list[str | None] | None:
     return names if any(name is not None for name in names) else None
 
 
-def _read_rows(files: Files, spec: Select, name: str, skipped: list[str], own: Columns | None = None) -> Iterator[Row]:
+def _read_rows(files: Files, spec: Select, name: str, skipped: list[str], columns: Columns) -> Iterator[Row]:
     if not files.files:
         raise UserError(f"select.{name}.files is empty: name the files of the {name}")
     return read_rows(
-        files.files, columns=own or spec.columns, bad_rows=spec.bad_rows, skipped=skipped,
+        files.files, columns=columns, bad_rows=spec.bad_rows, skipped=skipped,
         setting="data.columns" if name == "target" else "select.columns", block="select",
         named=_named_columns(spec, name),
     )  # fmt: skip
 
 
-def named_columns(recipe: Recipe) -> Columns | None:
-    """Return `data.columns` where the recipe names columns there: a target in files of its own is read by them too."""
-    return None if recipe.data.columns == Columns() else recipe.data.columns
+def target_columns(recipe: Recipe) -> Columns:
+    """Return the columns of a target in files of its own: `data.columns` if the recipe sets any, else the pool's."""
+    return select_settings(recipe).columns if recipe.data.columns == Columns() else recipe.data.columns
 
 
 def _named_columns(spec: Select, side: str) -> dict[str, str]:

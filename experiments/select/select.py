@@ -241,7 +241,7 @@ def _read_sides(recipe: Recipe, directory: Path, console: Console, stages: Stage
     # Read the small sides first: their errors are then reported before the pool is read.
     target, held_out = read_target(recipe, console)
     target_entry = target_record(recipe, target.skipped)
-    negative = read_records(spec.negative, spec, seed, "negative") if spec.negative.files else None
+    negative = read_records(spec.negative, spec, seed, "negative", spec.columns) if spec.negative.files else None
     without = skips_blank_texts(spec)
     if without:
         target = drop_blank_texts(target, target_files, "target")

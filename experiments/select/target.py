@@ -17,7 +17,7 @@ from flatshift.experiments.data.holdout import SPLITS, RowKeys, cut_documents, s
 from flatshift.experiments.data.splits import describe_cut, read_splits
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.run.console import Console
-from flatshift.experiments.select.pool import Records, named_columns, read_records, select_settings
+from flatshift.experiments.select.pool import Records, read_records, select_settings, target_columns
 from flatshift.finetune.atomic import read_json_object
 from flatshift.finetune.data.config import Columns, Data
 from flatshift.finetune.data.files import describe_files
@@ -41,14 +41,14 @@ def read_target(recipe: Recipe, console: Console) -> tuple[Records, list[Row]]:
             raise UserError(f"{bad.where}: no text of the target; name select.target.files or set data.columns.text")
         return Records(rows.train, rows.skipped, rows.records), []
     # The limit applies after the holdout, as in a run.
-    columns = named_columns(recipe)
+    columns = target_columns(recipe)
     records = read_records(replace(spec.target, limit=None), spec, recipe.train.seed, "target", columns)
     held_out: list[Row] = []
     if data.holdout and not data.train.all_files:
         keys = RowKeys(recipe.task.input_format.columns())
         splits = [split for split in SPLITS[1:] if split in data.holdout_splits]
         for row in records.rows:
-            keys.add(row, columns or spec.columns)
+            keys.add(row, columns)
         cut = cut_documents(records.rows, data.holdout, splits) if recipe.task.traits.splits_documents else None
         if cut is not None:
             held_out = [row for split in splits for row in cut[split]]
@@ -80,7 +80,7 @@ def target_record(recipe: Recipe, skipped: Sequence[str]) -> dict[str, Any]:
     named = bool(spec.target.files)
     share = _held_out_share(data) if not (named and data.train.all_files) else 0.0
     files = spec.target.files if named else data.train.all_files
-    columns = _key_columns((named_columns(recipe) or spec.columns) if named else data.columns)
+    columns = _key_columns(target_columns(recipe) if named else data.columns)
     return {"files": _file_digests(files), "apart": share, "skipped": len(skipped), "columns": columns}
 
 

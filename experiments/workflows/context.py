@@ -302,9 +302,9 @@ def _report_plan(
         memory = memory_plan(engine.model, train=longest, optimizer=optimizer, task=task, regularizer=regularizer)
         memory_lines = plan_lines(engine.model, train=longest, optimizer=optimizer, plan=memory)
         if not context.cell:  # of a cell nobody reads it
-            began, waited = time.monotonic(), core_wait_s()
+            began, wait_s = time.monotonic(), core_wait_s()
             planned = PlannedStep(memory, _predict_step_seconds(recipe, task, train, engine, batches))
-            waited = (core_wait_s() - waited) / (time.monotonic() - began) / torch.get_num_threads()
+            waited = (core_wait_s() - wait_s) / (time.monotonic() - began) / torch.get_num_threads()
         if planned is not None and planned.seconds is not None:
             cuda = engine.device.type == "cuda"
             basis = "of the longest rows, by the model of `flatshift plan`" if cuda else "one row was timed"
