@@ -13,7 +13,7 @@ import flatshift
 from flatshift.experiments.recipe import from_mapping, load_recipe
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.select.embedding import Vectors
-from flatshift.experiments.select.pool import read_pool, read_records
+from flatshift.experiments.select.pool import read_pool, read_records, target_columns
 from flatshift.finetune.errors import UserError
 from flatshift.selection.config import Gradients
 from flatshift.selection.features import ShardWriter, open_directory, write_manifest
@@ -31,7 +31,8 @@ def selected(tmp_path: Path, embedder: object) -> np.ndarray:
     recipe = load_recipe(None, [from_mapping({**named, "select.embedder": embedder, "select.budget": 2})]).recipe
     spec, seed, console = recipe.select, recipe.train.seed, Console(quiet=True)
     assert spec is not None
-    pool, target = read_pool(spec, seed, tmp_path, console), read_records(spec.target, spec, seed, "target")
+    pool = read_pool(spec, seed, tmp_path, console)
+    target = read_records(spec.target, spec, seed, "target", target_columns(recipe))
     return np.asarray(Vectors(recipe, pool, target, None, tmp_path, console).pool())
 
 
