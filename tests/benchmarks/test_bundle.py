@@ -145,12 +145,12 @@ def test_a_fresh_environment_without_an_index_runs_flatshift_and_a_rehearsal(tmp
     links.mkdir()
     for name in dependency_closure(bundle.ASSUMED):
         try:
-            there = importlib.metadata.distribution(name)
+            installed = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-        for top in {file.parts[0] for file in there.files or ()} - {"..", "__pycache__"}:
+        for top in {file.parts[0] for file in installed.files or ()} - {"..", "__pycache__"}:
             if not (links / top).exists():
-                (links / top).symlink_to(there.locate_file(top))
+                (links / top).symlink_to(installed.locate_file(top))
     (site,) = (tmp_path / "machine/lib").glob("python*/site-packages")
     (site / "links.pth").write_text(f"{links}\n")
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}

@@ -162,7 +162,7 @@ def test_differences_are_judged_by_each_figure() -> None:
 def write_backbone(kind: str, folder: Path, **settings: Any) -> Path:
     """A random model of a type of transformers in the size of a small copy, with a tokenizer; and rows beside it."""
     tokenizer = byte_tokenizer()
-    config = shrink_config(CONFIG_MAPPING[kind](vocab_size=len(tokenizer), **settings), Mesh())
+    config = shrink_config(CONFIG_MAPPING[kind](**{"vocab_size": len(tokenizer)}, **settings), Mesh())
     config.get_text_config().vocab_size = len(tokenizer)
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id

@@ -24,8 +24,8 @@ def tiny_bert() -> Any:
 
 
 def tiny_t5() -> Any:
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}
-    config = T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, dropout_rate=0.0, **sizes)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, "decoder_start_token_id": 0}
+    config = T5Config(vocab_size=VOCABULARY, dropout_rate=0.0, **sizes)
     return with_lora(
         T5ForConditionalGeneration(config).requires_grad_(False), task_type="SEQ_2_SEQ_LM", target_modules=["q", "v"]
     )

@@ -25,7 +25,7 @@ from tests.support.regularizer_models import (
     with_lora,
 )
 
-KINDS = {"lora-sam": LoraSAM(rho=0.3), "asam": ASAM(rho=2.0, eta=0.02), "sam": SAM(rho=0.3)}
+KINDS: dict[str, Any] = {"lora-sam": LoraSAM(rho=0.3), "asam": ASAM(rho=2.0, eta=0.02), "sam": SAM(rho=0.3)}
 
 
 def attached(kind: str, model: Any) -> Regularizer:

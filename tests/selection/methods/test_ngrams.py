@@ -140,7 +140,8 @@ def test_a_short_text_has_to_be_like_the_target_more_markedly_than_a_long_one():
 
 def cross_entropy(model, other, share, rows):
     """Mean −log probability, nats per token, under a mixture of both models."""
-    keys = trigram_keys(*rows.part(0, len(rows)), rows.size)
+    flat, lengths = rows.part(0, len(rows))
+    keys = trigram_keys(flat, lengths, rows.size)
     p = model.probability(keys)
     p = p if other is None else share * p + (1.0 - share) * other.probability(keys)
     return float(-np.log(p).sum()) / max(len(rows.flat), 1)
