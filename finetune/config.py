@@ -495,9 +495,12 @@ class Evaluate:
     """First examples of test (else dev), or all if there are fewer, on which the base model without the adapter is
     evaluated too, at the end of a run, for the difference on the same examples; 0: none. Skipped, with a note, if a
     head or soft tokens are new."""
+    answers: int = 2
+    """First rows of test (else dev) that the trained model answers at the end of a run on one process, printed next to
+    the rows' own answers: greedy, at most `task.max_new_tokens` tokens. For tasks that answer a prompt; 0: none."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, batch_size=(1, None), train_limit=(0, None), cold=(0, None))
+        check_bounds(self, batch_size=(1, None), train_limit=(0, None), cold=(0, None), answers=(0, None))
         check_bounds(self, bootstrap=(1, 1_000_000), confidence=(0.5, 0.9999))
 
 

@@ -19,11 +19,14 @@ from flatshift.experiments.run.console import Console
 from flatshift.finetune.adapters.initial_values import InitialAdapter
 from flatshift.finetune.atomic import atomic_file, read_json_object, write_json
 from flatshift.finetune.compute.cuda_status import resolve_device
+from flatshift.finetune.compute.numerics import evaluation_mode
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.example import IGNORE, Example
 from flatshift.finetune.data.rows import Row, limit_rows
 from flatshift.finetune.digests import adapter_digest, record_digest
+from flatshift.finetune.errors import shorten
+from flatshift.finetune.evaluate.answers import sample_answers
 from flatshift.finetune.evaluate.evaluator import evaluate
 from flatshift.finetune.evaluate.metrics import find_metric
 from flatshift.finetune.models.backbone import open_backbone
@@ -105,6 +108,22 @@ def evaluate_split(
             inference=dataclasses.replace(inference, heartbeat=heartbeat), label_names=label_names,
             seed=derive_seed(recipe.train.seed, "bootstrap", split), **outputs,
         )  # fmt: skip
+
+
+def format_answers(
+    recipe: Recipe, engine: Engine, tokenizer: Any, prepared: PreparedData, *, watch: Watch
+) -> list[str]:
+    """Return lines with the model's answers to the first `eval.answers` rows of test (else dev), and the rows' own."""
+    split, examples = ("test", prepared.test) if prepared.test else ("dev", prepared.dev)
+    task, count = recipe.task, min(recipe.eval.answers, len(examples))
+    inference = EvalBatching.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=engine.device)
+    with watch("answering", count) as heartbeat, evaluation_mode(engine.eval_model):
+        found = sample_answers(
+            engine.eval_model, tokenizer, examples, dataclasses.replace(inference, heartbeat=heartbeat), count=count,
+            max_new_tokens=task.max_new_tokens, num_beams=task.num_beams or 1,
+        )  # fmt: skip
+    parts = [zip((f"{split}, asked", "  answered", "  in its row"), texts, strict=True) for texts in found]
+    return [f"{name}: {shorten(' '.join(text.split()), _MAX_ANSWER)}" for part in parts for name, text in part]
 
 
 def evaluate_splits(
@@ -218,7 +237,7 @@ class FinishedSplits:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-MAX_TEXTS, _MAX_CHARACTERS = 2000, 600
+MAX_TEXTS, _MAX_CHARACTERS, _MAX_ANSWER = 2000, 600, 150
 """Rows of a split whose text is stored with their predictions, and characters of each text."""
 
 

@@ -27,7 +27,7 @@ from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.workflows.build import load_model
 from flatshift.experiments.workflows.generate import answer_questions
-from flatshift.experiments.workflows.run_parts import read_finished_recipe, to_single_process
+from flatshift.experiments.workflows.run_parts import answers_in_text, read_finished_recipe, to_single_process
 from flatshift.finetune.atomic import atomic_file, read_json_object, write_json
 from flatshift.finetune.compute.numerics import cpu_threads, evaluation_mode
 from flatshift.finetune.data.eval_batching import EvalBatching
@@ -40,7 +40,6 @@ from flatshift.finetune.evaluate.generation import Decoding, context_overflow
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.run_directory import check_new_file, disk_full_interrupts
-from flatshift.finetune.tasks import Task
 
 PART = 4096
 """Rows of a part. Longest first within each, so padding is what rows of a part differ by."""
@@ -48,12 +47,6 @@ _PART_FILES, _SETTINGS = "part-*.jsonl", "asked.json"
 SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet")
 
 Record = dict[str, Any]
-
-
-def _answers_in_text(task: Task) -> bool:
-    """Return True if the prediction for a row is generated text."""
-    traits = task.traits
-    return traits.is_generative and not (traits.reads_documents or traits.is_answer_level) and task.score != "rank"
 
 
 class Predictor:
@@ -69,7 +62,7 @@ class Predictor:
         from peft.tuners.lora import LoraModel
 
         recipe = to_single_process(read_finished_recipe(path, overrides, other_rows=True))
-        if recipe.adapter.projector is not None and _answers_in_text(recipe.task):
+        if recipe.adapter.projector is not None and answers_in_text(recipe.task):
             raise UserError(f"{path}: its adapter reads features with every row; evaluate it with `flatshift eval`")
         self.recipe: Recipe = recipe
         self.task = recipe.task
@@ -102,7 +95,7 @@ class Predictor:
         if not read:
             return []
         with cpu_threads(self.recipe.train.threads):
-            return self._generate_answers(read) if _answers_in_text(self.task) else self._predict_encoded(read)
+            return self._generate_answers(read) if answers_in_text(self.task) else self._predict_encoded(read)
 
     def _read_row(self, row: str | Mapping[str, Any], number: int) -> Row:
         record = {"text": row} if isinstance(row, str) else dict(row)
@@ -192,7 +185,7 @@ def predict_from_run(
         counts = [entry["rows"] for entry in inputs]
         columns = predictor.recipe.data.columns
         settings = {
-            "new_tokens": predictor.task.max_new_tokens if _answers_in_text(predictor.task) else None,
+            "new_tokens": predictor.task.max_new_tokens if answers_in_text(predictor.task) else None,
             "num_beams": predictor.task.num_beams or 1,
             "adapter": adapter_digest(path),
             "inputs": [entry["sha256"] or entry["path"] for entry in inputs],

@@ -357,6 +357,12 @@ def save_initial_adapter(path: Path, recipe: Recipe, engine: Engine, log: Callab
     log(f"begins with the adapter of {recipe.adapter.start}{note}")
 
 
+def answers_in_text(task: Task) -> bool:
+    """Return True if the prediction for a row is generated text."""
+    traits = task.traits
+    return traits.is_generative and not (traits.reads_documents or traits.is_answer_level) and task.score != "rank"
+
+
 def check_generative(task: Task) -> None:
     """Raise UserError unless the models of `task` continue a prompt."""
     if not task.traits.is_generative:

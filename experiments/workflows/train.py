@@ -47,6 +47,7 @@ from flatshift.experiments.workflows.build import (
     evaluate_base_model,
     evaluate_perplexity,
     evaluate_splits,
+    format_answers,
     format_metrics,
     load_model,
 )
@@ -54,6 +55,7 @@ from flatshift.experiments.workflows.context import OpenStage, RunContext, Stage
 from flatshift.experiments.workflows.run_parts import (
     FINE_TUNE,
     WARM_UP,
+    answers_in_text,
     check_adapters_unchanged,
     check_backbone,
     check_evaluation_changes,
@@ -368,6 +370,10 @@ def _evaluate(context: RunContext, prepared: PreparedData, stage: OpenStage) -> 
             recipe, engine, tokenizer, prepared, context.console, watch=context.watch, finished=finished,
             predictions=None if context.cell else path / "predictions.parquet",
         )  # fmt: skip
+        answers = recipe.eval.answers and answers_in_text(recipe.task) and recipe.adapter.projector is None
+        if answers and world.size == 1 and not context.cell:
+            for line in format_answers(recipe, engine, tokenizer, prepared, watch=context.watch):
+                context.console.say(line)
         if context.probe is not None:
             context.probe.on_evaluation(recipe, engine, tokenizer, prepared)
     if world.is_main and not recipe.eval.cold:  # from an earlier evaluation

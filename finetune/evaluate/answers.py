@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice, takewhile
 from typing import Any
 
 from ..data.encoding import decode_answer, get_end_token
@@ -49,6 +50,28 @@ def generate_answers(
             answers |= {i: decode_answer(tokenizer, ids).strip() for i, ids in rows}
     answers = inference.share.union(answers)
     return [answers[i] for i in range(len(examples))]
+
+
+def sample_answers(
+    model: Any, tokenizer: Any, examples: Iterable[Example], inference: EvalBatching, *, count: int, **limits: Any
+) -> list[tuple[str, str, str]]:
+    """Return prompt, generated answer, and the row's own of the first `count` examples that fit the backbone with an
+    answer. limits: as of `generate_answers`."""
+    longest = limits["max_new_tokens"]
+    fitting = (e for e in examples if not context_overflow(model, prompt_tokens(e), longest, apart=bool(e.decoder_ids)))
+    asked = list(islice(fitting, count))
+    answers = generate_answers(model, tokenizer, asked, inference, **limits) if asked else []
+    return [
+        (decode_answer(tokenizer, prompt_tokens(example)), answer, decode_answer(tokenizer, _first_target(example)))
+        for example, answer in zip(asked, answers, strict=True)
+    ]
+
+
+def _first_target(example: Example) -> list[int]:
+    """Return the first run of target tokens."""
+    assert isinstance(example.labels, list)
+    start = next(i for i, label in enumerate(example.labels) if label != IGNORE)
+    return list(takewhile(lambda label: label != IGNORE, example.labels[start:]))
 
 
 def prompt_tokens(example: Example) -> list[int]:

@@ -85,6 +85,28 @@ def test_conversations_are_judged_beside_the_backbone_alone(tmp_path: Path, caps
     assert " ".join(change[3:7]) in page and change[-1] == "6", "on the page too"
 
 
+@pytest.mark.parametrize("kind", ["chat", "completion", "seq2seq"])
+def test_a_training_ends_with_the_answers_that_predict_has(tmp_path: Path, capsys, kind: str) -> None:
+    pairs = [(f"Is it {i}?", f"It is {i}.") for i in range(20)]
+    rows = [{"text": asked, "prompt": asked, "label": said, "completion": said} for asked, said in pairs]
+    if kind == "chat":
+        rows = [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]} for a, b in pairs]
+    train, test = write_jsonl(tmp_path / "train.jsonl", rows[4:]), write_jsonl(tmp_path / "test.jsonl", rows[:4])
+    small = "--train.steps 2 --train.batch_size 2 --train.max_cut 1 --train.precision fp32 --task.max_new_tokens 8"
+    files = ["--data.train.files", str(train), "--data.dev.files", "[]", "--data.test.files", str(test)]
+    words = [kind, *files, *small.split(), "--eval.bootstrap", "10"]
+    assert run(["train", *words, "--eval.answers", "3", "--out", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr().err.splitlines()
+    made = [line.partition(": ")[2] for line in said if line.startswith("  answered: ")]
+    assert [line.partition(": ")[2] for line in said if line.startswith("  in its row: ")] == [b for _, b in pairs[:3]]
+    assert all(pairs[i][0] in line for i, line in enumerate(line for line in said if line.startswith("test, asked: ")))
+    assert run(["predict", str(tmp_path / "run"), "--data", str(test), "--out", str(tmp_path / "said.jsonl")]) == 0
+    told = [json.loads(line)["answer"] for line in (tmp_path / "said.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert made == [" ".join(text.split()) for text in told[:3]] and any(made)
+    assert run(["train", *words, "--eval.answers", "0", "--out", str(tmp_path / "none")]) == 0
+    assert "answered" not in capsys.readouterr().err
+
+
 def test_two_runs_are_told_apart_by_paired_rows_and_a_sentence(tmp_path: Path, capsys) -> None:
     for rank in ("1", "2"):
         words = ["train", "classify", *SMALL.split(), "--adapter.rank", rank, "--out", str(tmp_path / rank)]
