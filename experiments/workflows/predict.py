@@ -34,7 +34,7 @@ from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.files import describe_files
 from flatshift.finetune.data.rows import Row, read_canonical_values, read_rows
 from flatshift.finetune.digests import adapter_digest
-from flatshift.finetune.errors import UserError
+from flatshift.finetune.errors import UserError, shorten
 from flatshift.finetune.evaluate.evaluator import Evaluator
 from flatshift.finetune.evaluate.generation import Decoding, context_overflow
 from flatshift.finetune.lock import exclusive_lock
@@ -52,9 +52,12 @@ Record = dict[str, Any]
 class Predictor:
     """A run's adapter on its backbone, ready for prediction; one process, whatever mesh it was trained on."""
 
-    def __init__(self, path: Path, *, bad_rows: str = "refuse", overrides: Sequence[Branch] = ()) -> None:
+    def __init__(
+        self, path: Path, *, bad_rows: str = "refuse", overrides: Sequence[Branch] = (), keep: Sequence[str] = ()
+    ) -> None:
         """bad_rows: `refuse` or `skip` a row that the model cannot be shown. overrides: another `train.device`,
-        `eval.batch_size`, `task.max_new_tokens`, `task.num_beams` or `data.columns` than the run's.
+        `eval.batch_size`, `task.max_new_tokens`, `task.num_beams` or `data.columns` than the run's. keep: columns of
+        the rows to copy into the records; as `given_NAME` where a record has one of that name.
 
         Raises UserError if `path` is no finished run or was changed, or its rows bring features along
         (adapter.projector).
@@ -77,7 +80,7 @@ class Predictor:
             dtypes = {str(p.dtype) for name, p in model.named_parameters() if "lora_" not in name}
             if recipe.train.precision == "fp32" and dtypes == {"torch.float32"}:
                 model.merge_adapter()
-        self.bad_rows = bad_rows
+        self.bad_rows, self.keep = bad_rows, keep
         self.counts: Record = {}  # of the last call: `skipped` rows (file:line: reason), `truncated` ones
 
     @property
@@ -95,7 +98,18 @@ class Predictor:
         if not read:
             return []
         with cpu_threads(self.recipe.train.threads):
-            return self._generate_answers(read) if answers_in_text(self.task) else self._predict_encoded(read)
+            found = self._generate_answers(read) if answers_in_text(self.task) else self._predict_encoded(read)
+        return [
+            record | {f"given_{name}" if name in record else name: row.record.get(name) for name in self.keep}
+            for row in read
+            if (record := found.get(row.where)) is not None
+        ]
+
+    def left_out(self, row: Row) -> list[str]:
+        """Return the columns of the row that its record lacks; none for a row that was given another form."""
+        read, columns = ("id", *self.columns, *self.task.optional_columns()), self.recipe.data.columns
+        copied = {*self.keep, *(getattr(columns, name, name) for name in read)}
+        return [] if row.form else [name for name in row.record if name not in copied]
 
     def _read_row(self, row: str | Mapping[str, Any], number: int) -> Row:
         record = {"text": row} if isinstance(row, str) else dict(row)
@@ -107,7 +121,7 @@ class Predictor:
             values.pop("label", None)
         return Row(values, str(values.get("id", number)), f"row {number}", record, number - 1)
 
-    def _predict_encoded(self, rows: Sequence[Row]) -> list[Record]:
+    def _predict_encoded(self, rows: Sequence[Row]) -> dict[str, Record]:
         task, train = self.task, self.recipe.train
         size, device = self.recipe.eval.batch_size, self.engine.device
         blank = task.placeholders(self.label_names)
@@ -119,22 +133,22 @@ class Predictor:
         encoded = encoder.add([dataclasses.replace(row, values={**row.values, **blank}) for row in rows])
         self.counts = {"skipped": encoded.skipped, "truncated": encoded.truncated}
         if not encoded.examples:
-            return []
+            return {}
         inference = EvalBatching.of(self.tokenizer, train, batch_size=size, device=device)
         evaluator = Evaluator(self.engine.eval_model, self.tokenizer, task, inference, label_names=self.label_names)
         with evaluation_mode(self.engine.eval_model):
             columns = task.predict(evaluator, encoded.examples)
         texts = [name for name in (*self.columns, *task.optional_columns()) if name != "label"]
         places = {example.where: i for i, example in enumerate(encoded.examples)}  # the first piece of a document
-        records = []
+        records = {}
         for row in rows:
             if (i := places.get(row.where)) is None:
                 continue
             inputs = {name: row.values[name] for name in texts if row.values.get(name) is not None}
-            records.append({"id": row.id, **inputs, **{name: values[i] for name, values in columns.items()}})
+            records[row.where] = {"id": row.id, **inputs, **{name: values[i] for name, values in columns.items()}}
         return records
 
-    def _generate_answers(self, rows: Sequence[Row]) -> list[Record]:
+    def _generate_answers(self, rows: Sequence[Row]) -> dict[str, Record]:
         task = self.task
         questions, skipped = task.input_format.build_prompts(rows, self.tokenizer, bad_rows=self.bad_rows)
         decoding = Decoding(max_new_tokens=task.max_new_tokens, num_beams=task.num_beams or 1)
@@ -149,7 +163,7 @@ class Predictor:
         answers = answer_questions(self.recipe, self.engine.model, questions, decoding, batch_size=batch_size)
         for index, text, answer in answers:
             records[index] |= {"answer": text.strip(), "tokens": len(answer.ids), "ended": answer.ended}
-        return records
+        return {question.where: record for question, record in zip(questions, records, strict=True)}
 
 
 def predict_from_run(
@@ -159,14 +173,15 @@ def predict_from_run(
     *,
     overrides: Sequence[Branch] = (),
     raw: bool = False,
+    keep: Sequence[str] = (),
     quiet: bool = False,
 ) -> tuple[int, list[str]]:
     """Write the predictions of the run at `path` for every row of `data` to `out` (.jsonl, .csv, .tsv or .parquet).
 
     Finished parts are kept next to `out` until it is complete; the same call continues with them. After a refusal, a
     call with corrected files continues too: parts of unchanged rows are kept.
-    overrides: as of `Predictor`, and `data.bad_rows`. raw: leave texts of .csv and .tsv as they are that a spreadsheet
-    would take for formulas.
+    overrides: as of `Predictor`, and `data.bad_rows`. keep: as of `Predictor`. raw: leave texts of .csv and .tsv as
+    they are that a spreadsheet would take for formulas.
     Returns the number of rows, and the places and reasons of those left out as bad.
     Raises UserError as `Predictor`; for an `out` of another kind, that exists or is in use; for bad rows; and for parts
     that a killed call has of another run or other data.
@@ -180,7 +195,7 @@ def predict_from_run(
     with exclusive_lock(out):
         check_new_file(out)
         bad_rows = resume_recipe(path, overrides, other_rows=True).recipe.data.bad_rows
-        predictor = Predictor(path, bad_rows=bad_rows, overrides=overrides)
+        predictor = Predictor(path, bad_rows=bad_rows, overrides=overrides, keep=keep)
         inputs = describe_files(data)
         counts = [entry["rows"] for entry in inputs]
         columns = predictor.recipe.data.columns
@@ -190,12 +205,13 @@ def predict_from_run(
             "adapter": adapter_digest(path),
             "inputs": [entry["sha256"] or entry["path"] for entry in inputs],
             "bad_rows": bad_rows,
-            "columns": dataclasses.asdict(columns),
+            "columns": dataclasses.asdict(columns) | {"keep": list(keep)},
         }
         skipped: list[str] = []
         rows = read_rows(
             data, columns=columns, required=predictor.columns, bad_rows=bad_rows, skipped=skipped,
             label=predictor.task.read_label if "label" in predictor.columns else lambda value: None,
+            named=dict.fromkeys(keep, "--keep"),
         )  # fmt: skip
         with disk_full_interrupts(f"writing {out}"):
             _open_parts(parts, settings)
@@ -263,6 +279,8 @@ def _write_parts(
     current: set[Path] = set()
     stream = iter(rows)
     while chunk := list(itertools.islice(stream, PART)):
+        if not current and (names := predictor.left_out(chunk[0])):
+            console.say(f"columns left out: {shorten(', '.join(names))} (--keep NAME copies one)")
         text = json.dumps([[row.id, row.values] for row in chunk], sort_keys=True, default=str)
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         file = parts / f"part-{len(current):06}-{digest}.jsonl"
@@ -277,7 +295,7 @@ def _write_parts(
             records = predictor(chunk)
             write_json(counted, predictor.counts)
             with atomic_file(file) as temporary, temporary.open("w", encoding="utf-8") as handle:
-                handle.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+                handle.writelines(json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in records)
         for name, count in read_json_object(counted).items():
             found[name] += count
         found["open"] += sum(record.get("ended") is False for record in records)

@@ -34,6 +34,9 @@ class Flags:
     """Longest answer of a generative run, tokens; by default the run's task.max_new_tokens."""
     bad_rows: Literal["refuse", "skip"] | None = None
     """Handling of malformed rows; by default that of the run's recipe."""
+    keep: tuple[str, ...] = ()
+    """Columns of the rows to copy to the output (a ticket's number, the label that it has); as `given_NAME` where the
+    output has one of that name."""
     raw: bool = False
     """Write cells of .csv and .tsv as they are; by default a text that a spreadsheet would run as a formula gets a
     leading '."""
@@ -62,7 +65,9 @@ def run(argv: list[str]) -> int:
     if flags.raw and flags.out.suffix not in (".csv", ".tsv"):
         raise UserError(f"--raw is of .csv and .tsv, and {flags.out} has no cells that are quoted; leave it out")
     quiet = flags.quiet or flags.json
-    count, skipped = predict_from_run(flags.run, flags.data, flags.out, overrides=overrides, raw=flags.raw, quiet=quiet)
+    count, skipped = predict_from_run(
+        flags.run, flags.data, flags.out, overrides=overrides, raw=flags.raw, keep=flags.keep, quiet=quiet
+    )
     if flags.json:
         print_json({"file": str(flags.out), "rows": count, "skipped": skipped})
     elif not flags.quiet:

@@ -143,7 +143,7 @@ def test_a_prompt_beyond_the_positions_is_skipped_with_the_bad_rows(monkeypatch:
     predictor.engine = types.SimpleNamespace(model=tiny_model("gpt2", len(tokenizer)))
     predictor.recipe = types.SimpleNamespace(eval=types.SimpleNamespace(batch_size=2))
     monkeypatch.setattr(predict, "answer_questions", lambda *asked, **settings: ())
-    (found,) = predictor._generate_answers([row(0, text="long " * 90), row(1, text="short")])
+    (found,) = predictor._generate_answers([row(0, text="long " * 90), row(1, text="short")]).values()
     assert found["id"] == "0-1" and predictor.counts["skipped"][0].startswith("rows.jsonl:1: its 272 tokens")
 
 
@@ -263,6 +263,29 @@ def test_a_prompt_may_read_the_label_and_a_file_numbers_and_texts(
     part = write(tmp_path / "part", [{"a": 1, "b": None}, {"a": "x", "c": 2}])
     predict._join_parts([part], said, ".parquet", raw=True)
     assert pq.read_table(said).to_pylist() == [{"a": "1", "b": None, "c": None}, {"a": "x", "b": None, "c": 2}]
+
+
+def test_own_columns_are_copied_where_asked_and_named_where_not(
+    trained: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    writer = ("completion", "--task.prompt", "{text}", "--task.completion", "{label}", "--task.max_new_tokens", "2")
+    for out, label in ((trained(*CLASSIFY), "given_label"), (trained(*writer), "label")):
+        data = write(tmp_path / "new.jsonl", [row | {"ticket": i, "on": None} for i, row in enumerate(ROWS[:5])])
+        words = ["predict", str(out), "--data", str(data), "--out"]
+        assert run([*words, str(tmp_path / f"{out.name}.csv")]) == 0
+        assert "columns left out: label, ticket, on (--keep NAME copies one)" in capsys.readouterr().err
+        made, plain = tmp_path / f"{out.name}.parquet", tmp_path / f"{out.name}.jsonl"
+        assert run([*words, str(made), "--keep", "ticket", "label", "on"]) == 0
+        assert "columns left out" not in capsys.readouterr().err
+        assert run([*words, str(plain), "--quiet"]) == 0
+        found = pq.read_table(made).to_pylist()
+        assert [row["ticket"] for row in found] == list(range(5)) and {row["on"] for row in found} == {None}
+        assert [row[label] for row in found] == [row["label"] for row in ROWS[:5]]
+        without = [{n: v for n, v in row.items() if n not in ("ticket", "on", label)} for row in found]
+        assert without == [json.loads(line) for line in plain.read_text(encoding="utf-8").splitlines()]
+        assert run([*words, str(tmp_path / "no.csv"), "--keep", "tickt"]) == 2
+        assert "no column 'tickt'; did you mean 'ticket'? (set --keep)" in capsys.readouterr().err
+        assert not (tmp_path / "no.csv").exists()
 
 
 def test_skipped_rows_are_not_counted(

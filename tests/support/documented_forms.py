@@ -660,7 +660,7 @@ def _runs_judged() -> Iterator[Form]:
     )
     yield _form("predict, answers cut", f"predict {{run:chat-messages}} --data {_data_of('chat-messages')} "
                 "--max-new-tokens 2 --out {out}.jsonl", says("answers did not end within 2 tokens; --max-new-tokens N allows more"))  # fmt: skip
-    yield _form("predict, bad rows left out", "predict {run:classify-encoder} --data broken.jsonl --bad-rows skip --out "
+    yield _form("predict, bad rows left out", "predict {run:classify-encoder} --data broken.jsonl --bad-rows skip --keep text --out "
                 "{out}.jsonl --device cpu --quiet", predicted(COUNT, "label"))  # fmt: skip
 
 
