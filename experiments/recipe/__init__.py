@@ -3,6 +3,7 @@
 from flatshift.experiments.recipe.gallery import gallery_recipes
 from flatshift.experiments.recipe.resolve import (
     Resolved,
+    list_input_files,
     load_recipe,
     read_shipped_recipe,
     recipe_like,
@@ -17,6 +18,7 @@ __all__ = [
     "from_mapping",
     "from_override",
     "gallery_recipes",
+    "list_input_files",
     "load_recipe",
     "read_shipped_recipe",
     "recipe_key",

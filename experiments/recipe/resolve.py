@@ -384,6 +384,17 @@ def _is_set(trees: Sequence[Tree], key: str) -> bool:
     return any(value is not None and not (isinstance(value, Items) and not value.items) for value in values)
 
 
+def list_input_files(recipe: Recipe) -> list[str]:
+    """Return every input file that the recipe names, once each."""
+    files = [*recipe.data.train.all_files, *recipe.data.dev.files, *recipe.data.test.files]
+    if recipe.select is not None and recipe.select.from_ is not None:
+        files.append(str(Path(recipe.select.from_) / "selected.jsonl"))
+    elif recipe.select is not None:
+        files += [*recipe.select.pool.files, *recipe.select.target.files, *recipe.select.eval.files]
+        files += [*recipe.select.negative.files, *recipe.select.hygiene.drops]
+    return list(dict.fromkeys(files))
+
+
 def _without(tree: Branch, path: Sequence[str]) -> Branch:
     """Return the tree without the value at a path, if it has one."""
     name, *below = path

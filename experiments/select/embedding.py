@@ -36,17 +36,7 @@ from flatshift.finetune.errors import UserError, is_remote, user_path
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.seeds import derive_seed
-from flatshift.selection import TfIdfEmbedder, pool_features
-from flatshift.selection.config import (
-    BackboneEmbedder,
-    Embedder,
-    EncoderEmbedder,
-    Gradients,
-    Static,
-    TfIdf,
-    TokenNgrams,
-    required_inputs,
-)
+from flatshift.selection import TfIdfEmbedder, config, pool_features
 from flatshift.selection.errors import BadRow, SelectionError
 from flatshift.selection.features import open_directory
 from flatshift.selection.features.cache import SHARD_ROWS, FeatureCache, Stored, embed_in_shards
@@ -62,7 +52,7 @@ MAX_BYTES = 256 << 20
 """Maximum bytes of vectors in memory; larger ones stay on disk behind an array interface."""
 _BLOCK_ROWS = 1 << 14
 """Rows read at a time when searching for a bad one."""
-IndependentEmbedder = BackboneEmbedder | EncoderEmbedder | Gradients | Static
+IndependentEmbedder = config.BackboneEmbedder | config.EncoderEmbedder | config.Gradients | config.Static
 """Embedders that embed a text independently of the others."""
 
 
@@ -92,7 +82,7 @@ def check_unused_features(spec: Select, x: Any, y: Any) -> None:
     Raises SelectionError for a wrong shape and BadRow for a row that is not finite. A method that reads features checks
     them itself.
     """
-    if spec.own is None or "features" in required_inputs(spec.method):
+    if spec.own is None or "features" in config.required_inputs(spec.method):
         return
     from flatshift.selection.transport.problem import check_finite_rows  # imports torch
 
@@ -303,7 +293,7 @@ def _check_ids(directory: FeatureDirectory, records: Records, side: str) -> None
             )
 
 
-def _tfidf_embedding(vectors: Vectors, settings: TfIdf) -> Embedding:
+def _tfidf_embedding(vectors: Vectors, settings: config.TfIdf) -> Embedding:
     cache = vectors.spec.cache
     seed = derive_seed(vectors.recipe.train.seed, "tfidf")
     tfidf = TfIdfEmbedder(dim=settings.dim, buckets=settings.buckets, seed=seed, fit_rows=settings.fit_rows)
@@ -319,7 +309,7 @@ def _tfidf_embedding(vectors: Vectors, settings: TfIdf) -> Embedding:
     return Embedding(tfidf.transform, f"tfidf {tfidf.fingerprint}")
 
 
-def _token_ngram_embedding(vectors: Vectors, settings: TokenNgrams) -> Embedding:
+def _token_ngram_embedding(vectors: Vectors, settings: config.TokenNgrams) -> Embedding:
     tokenize, size = backbone_tokenizer(vectors.recipe)
     seed = derive_seed(vectors.recipe.train.seed, "token n-grams")
     ngrams = TokenNgramEmbedder(tokenize, size, dim=settings.dim, fit_rows=settings.fit_rows, seed=seed)
@@ -333,7 +323,7 @@ def _embed_shard(shard: Shard, *, build: Callable[[Arrays], Embed], dtype: Store
     return {"vectors": embed_in_shards(shard.texts, build(shard.inputs), dtype=dtype)}
 
 
-def _restore_tfidf(settings: TfIdf, fitted: Arrays) -> Embed:
+def _restore_tfidf(settings: config.TfIdf, fitted: Arrays) -> Embed:
     arrays = {name: np.asarray(array) for name, array in fitted.items()}
     return TfIdfEmbedder(dim=settings.dim, buckets=settings.buckets).restore(arrays).transform
 
@@ -347,7 +337,7 @@ def _build_in_worker(recipe: Recipe, settings: IndependentEmbedder, fitted: Arra
 
 
 def _independent_embedding(vectors: Vectors, settings: IndependentEmbedder) -> Embedding:
-    texts = vectors.texts[0] if isinstance(settings, Gradients) else ()  # others need no pool
+    texts = vectors.texts[0] if isinstance(settings, config.Gradients) else ()  # others need no pool
     keyed = bool(vectors.spec.cache or vectors.state)
     embedding = _build_independent(vectors.recipe, settings, texts, keyed=keyed)
     return embedding._replace(build=partial(_build_in_worker, vectors.recipe, settings), align=SHARD_ROWS)
@@ -360,9 +350,9 @@ def _build_independent(
 
     texts: used for the second moments of gradients only. Raises UserError.
     """
-    if isinstance(settings, Gradients):
+    if isinstance(settings, config.Gradients):
         return Embedding(*gradient_embedder(recipe, settings, texts, keyed=keyed))
-    if isinstance(settings, Static):
+    if isinstance(settings, config.Static):
         from flatshift.selection.features import StaticEmbedder
 
         if not settings.path:
@@ -373,16 +363,16 @@ def _build_independent(
 
 
 def state_embedder(
-    embedder: BackboneEmbedder | EncoderEmbedder, *, backbone: str, device: str, keyed: bool
+    embedder: config.BackboneEmbedder | config.EncoderEmbedder, *, backbone: str, device: str, keyed: bool
 ) -> tuple[Embed, str]:
     """Return texts → pooled hidden states of a model, and its cache key (complete if `keyed`)."""
     from flatshift.finetune.models.hidden_states import hidden_state_encoder, model_fingerprint
 
-    name = embedder.path if isinstance(embedder, EncoderEmbedder) else backbone
+    name = embedder.path if isinstance(embedder, config.EncoderEmbedder) else backbone
     if not name:
         raise UserError("select.embedder.path is empty: name a local directory or a hub encoder")
     pooling, normalise, length, lower, prompt = "mean", True, embedder.max_length, False, ""
-    if isinstance(embedder, EncoderEmbedder):
+    if isinstance(embedder, config.EncoderEmbedder):
         root = user_path(name)
         # Older sentence-transformers directories keep the transformer, config.json and all, one folder below.
         if not (root / "modules.json").is_file():
@@ -404,8 +394,8 @@ def state_embedder(
 
 
 _EMBEDDERS: dict[type, Callable[[Vectors, Any], Embedding]] = {
-    TfIdf: _tfidf_embedding,
-    TokenNgrams: _token_ngram_embedding,
+    config.TfIdf: _tfidf_embedding,
+    config.TokenNgrams: _token_ngram_embedding,
     **dict.fromkeys(get_args(IndependentEmbedder), _independent_embedding),
 }
 """Entry for each kind of settings in `flatshift.selection.config.Embedder`, except the user's own features."""
@@ -423,13 +413,13 @@ class RecipeEmbedder:
     Raises UserError for an embedder that is fitted to pool and target, or gradients without texts for their moments.
     """
 
-    def __init__(self, recipe: Recipe, embedder: Embedder, moments: Sequence[str] = ()):
+    def __init__(self, recipe: Recipe, embedder: config.Embedder, moments: Sequence[str] = ()):
         if not isinstance(embedder, IndependentEmbedder):
             raise UserError(
                 f"select.embedder.kind: {embedder.kind} is no function of a text alone; take backbone, encoder, "
                 "gradients or static, or TfIdfEmbedder, fitted once"
             )
-        if isinstance(embedder, Gradients) and embedder.adam and not moments:
+        if isinstance(embedder, config.Gradients) and embedder.adam and not moments:
             raise UserError(
                 "moments: gradients are scaled by their second moments; give a few hundred texts of the "
                 "pool, the same in every task, or set select.embedder.adam to false"

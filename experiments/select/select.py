@@ -24,6 +24,7 @@ from flatshift.experiments.recipe import Resolved
 from flatshift.experiments.recipe.schema import Recipe, Select
 from flatshift.experiments.run.console import Console, Draw
 from flatshift.experiments.run.resumable_directory import open_resumable
+from flatshift.experiments.select import methods
 from flatshift.experiments.select.embedding import (
     Vectors,
     backbone_tokenizer,
@@ -32,17 +33,6 @@ from flatshift.experiments.select.embedding import (
     report_bad_rows,
 )
 from flatshift.experiments.select.hygiene import clean_rows
-from flatshift.experiments.select.methods import (
-    ScoreCheckpoint,
-    backbone_nll,
-    check_method,
-    embeds_texts,
-    needs_vectors,
-    report_memory_shortage,
-    show_progress,
-    solver_device,
-    unused_setting,
-)
 from flatshift.experiments.select.outputs import write_selection
 from flatshift.experiments.select.pool import (
     PoolAndTarget,
@@ -156,10 +146,10 @@ def select_into(
     spec = select_settings(recipe)
     started = time.monotonic()
     check_target(recipe, ())
-    check_method(spec)
+    methods.check_method(spec)
     check_relevance(spec)
     check_vectors(spec)
-    if (idle := unused_setting(spec)) is not None:
+    if (idle := methods.unused_setting(spec)) is not None:
         console.say(f"note: select.{idle} has no effect: {spec.method.kind} looks at no vectors")
     sides = _read_sides(recipe, directory, console, stages)
     vectors = Vectors(recipe, sides.pool, sides.target, sides.negative, directory, console, state, stages=stages)
@@ -181,7 +171,7 @@ def select_into(
     peak["scores"] = _peak_bytes()
     checks = None
     if sides.x is not None and sides.y is not None and can_check(spec):
-        with show_progress(console) as progress:
+        with methods.show_progress(console) as progress:
             checks = run_selection_checks(
                 spec, selector, sides, chosen, seed=recipe.train.seed, console=console, progress=progress
             )
@@ -272,9 +262,9 @@ def _embed_sides(recipe: Recipe, sides: PoolAndTarget, vectors: Vectors, console
                 spec, sides.pool, vectors, recipe.train.seed, console
             )
         _check_budget(spec, len(sides.pool.rows))
-        if needs_vectors(spec):
+        if methods.needs_vectors(spec):
             sides.x, sides.y, sides.z = vectors.pool(sides.pool.rows), vectors.target(), vectors.negative()
-    if sides.x is not None and sides.y is not None and embeds_texts(spec):
+    if sides.x is not None and sides.y is not None and methods.embeds_texts(spec):
         sides.pool, sides.x, known = drop_unknown_texts(sides.pool, sides.x, spec.pool.files, "pool", console)
         if sides.weights is not None and known is not None:
             sides.weights = sides.weights[known]
@@ -328,19 +318,19 @@ def _fit_selector(
         spec.method,
         seed=derive_seed(recipe.train.seed, "select"),
         budget=spec.budget,
-        measure=backbone_nll(recipe, spec.method, target.texts or (), state),
-        device=solver_device(recipe),
+        measure=methods.backbone_nll(recipe, spec.method, target.texts or (), state),
+        device=methods.solver_device(recipe),
         state=None if state is None else str(state),
     )
     with (
         _warnings_printed(console),
-        show_progress(console) as progress,
+        methods.show_progress(console) as progress,
         report_bad_rows(vectors, sides.by_name),
-        report_memory_shortage(spec),
+        methods.report_memory_shortage(spec),
     ):
         check_unused_features(spec, sides.x, sides.y)
         # Shards keep their results themselves, and a checkpoint would read all texts here.
-        checkpoint = None if state is None or stages is not None else ScoreCheckpoint(state, sides)
+        checkpoint = None if state is None or stages is not None else methods.ScoreCheckpoint(state, sides)
         if checkpoint is None or not checkpoint.restore(selector):
             began = time.monotonic()
             if fit is not None:

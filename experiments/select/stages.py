@@ -37,7 +37,8 @@ from flatshift.experiments.run.ray_cluster import count_room, ray_cluster, requi
 from flatshift.finetune.atomic import atomic_file as atomic_path
 from flatshift.finetune.atomic import make_directory, read_json_object, write_json, write_text
 from flatshift.finetune.data.config import Columns
-from flatshift.finetune.data.files import HUB, describe_content, expand_files, file_digest
+from flatshift.finetune.data.files import describe_content, expand_files, file_digest
+from flatshift.finetune.data.formats import HUB
 from flatshift.finetune.data.remote import RemoteFile
 from flatshift.finetune.data.rows import Row, count_records, missing_column_message, read_rows, repeated_id_message
 from flatshift.finetune.data.view import RowStore, RowView, write_rows

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatshift.experiments.recipe import Resolved, recipe_key
+from flatshift.experiments.recipe import Resolved, list_input_files, recipe_key
 from flatshift.experiments.recipe.auto import resolve_auto
 from flatshift.experiments.recipe.rules import CELL_RULES, check_rules
 from flatshift.experiments.recipe.schema import TRAINING_ROWS, Recipe
@@ -90,8 +90,6 @@ def make_cell(
     value), and the bytes of the input files, of a backbone in a local directory (its tokenizer too), and of an initial
     adapter.
     """
-    from flatshift.experiments.workflows.run_parts import list_input_files
-
     resolved = resolve_auto(resolved)
     if resolved.recipe.eval.train_limit is None:
         evaluation = dataclasses.replace(resolved.recipe.eval, train_limit=TRAINING_ROWS)

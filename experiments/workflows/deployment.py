@@ -20,16 +20,8 @@ from scipy.special import log_softmax
 
 from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.recipe.schema import Recipe
+from flatshift.experiments.workflows import folder_check
 from flatshift.experiments.workflows.export import merge_into, require_mergeable, write_merged
-from flatshift.experiments.workflows.folder_check import (
-    ExpectedAnswers,
-    ExportedRun,
-    Folder,
-    GgufFile,
-    compare_folder,
-    compute_expected,
-    run_offline,
-)
 from flatshift.experiments.workflows.model_card import build_card
 from flatshift.experiments.workflows.run_parts import check_generative
 from flatshift.finetune.atomic import read_json_object, write_json, write_text
@@ -75,8 +67,8 @@ def export_for_program(
     with exclusive_lock(out):
         check_replaceable(out)
         require_mergeable(path, recipe)
-        run = ExportedRun.open(path, recipe)
-        with compute_expected(run) as expected, output_directory(out) as temporary:
+        run = folder_check.ExportedRun.open(path, recipe)
+        with folder_check.compute_expected(run) as expected, output_directory(out) as temporary:
             if program == "vllm":
                 comparison = merge_into(temporary, run, expected)
                 names = ("text", "whole", "ids", "next")
@@ -99,7 +91,11 @@ _NO_COMPARISON = {"tokens": 0, "max_log_probability_difference": None}
 
 
 def _export_gguf(
-    run: ExportedRun, out: Path, expected: ExpectedAnswers, outtype: Outtype, checkout: Path | None
+    run: folder_check.ExportedRun,
+    out: Path,
+    expected: folder_check.ExpectedAnswers,
+    outtype: Outtype,
+    checkout: Path | None,
 ) -> dict[str, Any]:
     recipe, folder, exact = run.recipe, out / "merged", outtype == "f32"
     folder.mkdir()
@@ -119,12 +115,14 @@ def _export_gguf(
     if importlib.util.find_spec("llama_cpp") is not None:
         llama = _compare_llama_cpp(out / GGUF, expected.reference, exact=exact)
     config = read_json_object(folder / "config.json")
-    gguf = GgufFile(
+    gguf = folder_check.GgufFile(
         GGUF, facts["architecture"], config.get("text_config", config),
         [facts[name] for name in ENDS if facts[name] is not None],
         None if checkout is None else checkout / "gguf-py",
     )  # fmt: skip
-    _, comparison = compare_folder(run, expected, [Folder(folder, merged.exact), Folder(out, exact, gguf=gguf)])
+    _, comparison = folder_check.compare_folder(
+        run, expected, [folder_check.Folder(folder, merged.exact), folder_check.Folder(out, exact, gguf=gguf)]
+    )
     shutil.rmtree(folder)
     return {"adapter": adapter, **llama, "compared": comparison}
 
@@ -152,7 +150,7 @@ def _run_converter(
     facts = file.with_suffix(".json")
     arguments = [kind, source, file, base, outtype, _find_pre_tokenizer(base) or "", facts, ",".join(map(str, ends))]
     packages = [] if checkout is None else [str(checkout), str(checkout / "gguf-py")]
-    code, reason = run_offline([_FOLDER / "gguf_conversion.py", *arguments], packages)
+    code, reason = folder_check.run_offline([_FOLDER / "gguf_conversion.py", *arguments], packages)
     if not code and facts.is_file():
         result = read_json_object(facts)
         facts.unlink()

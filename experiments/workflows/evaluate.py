@@ -25,32 +25,11 @@ from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
-from flatshift.experiments.workflows.build import (
-    MAX_TEXTS,
-    build_predictions_table,
-    describe_examples,
-    evaluate_split,
-    evaluate_splits,
-    format_metrics,
-    format_places,
-    load_model,
-    shorten_text,
-    skipped_rows_summary,
-    write_tables,
-)
+from flatshift.experiments.workflows import build, samples
 from flatshift.experiments.workflows.evaluation_document import SubjectResults, build_document, flatten_document
 from flatshift.experiments.workflows.evaluation_target import AdapterSwitcher, EvaluationTarget, resolve_subjects
 from flatshift.experiments.workflows.few_shot import FewShot, RankingResult, rank_rows, read_shots
 from flatshift.experiments.workflows.run_parts import check_run, lock_new_output, read_adapted_recipe
-from flatshift.experiments.workflows.samples import (
-    Sampling,
-    SavedSamples,
-    build_generation_records,
-    check_sampling_rows,
-    compute_sample_metrics,
-    write_generations,
-    write_samples,
-)
 from flatshift.finetune.atomic import atomic_directory, write_json
 from flatshift.finetune.compute.numerics import cpu_threads, evaluation_mode
 from flatshift.finetune.data.eval_batching import EvalBatching
@@ -80,7 +59,7 @@ def evaluate_side_by_side(
     window: int | None = None,
     overlap: int | None = None,
     few_shot: FewShot | None = None,
-    sampling: Sampling | None = None,
+    sampling: samples.Sampling | None = None,
     overrides: Sequence[Branch] = (),
     out: Path | None = None,
     command: str = "",
@@ -108,7 +87,7 @@ def evaluate_side_by_side(
         with cpu_threads(subjects[0].recipe.train.threads):
             if few_shot is not None and sampling is not None:
                 raise UserError("--prompt ranks given answers and --samples generates new ones; leave one of them out")
-            saved = SavedSamples.beside(out)
+            saved = samples.SavedSamples.beside(out)
             evaluation = _SideBySide(data, group_by, trained, window, overlap, few_shot, sampling, saved, console)
             results, splits = evaluation.run(subjects)
             document = build_document(
@@ -119,10 +98,10 @@ def evaluate_side_by_side(
             with atomic_directory(out) as temporary:
                 write_json(temporary / DOCUMENT, document)
                 write_json(temporary / "eval.json", flatten_document(document))
-                write_generations(temporary, results.generations)
+                samples.write_generations(temporary, results.generations)
                 if results.predictions:
-                    tables = [build_predictions_table(split, columns) for split, columns in results.predictions]
-                    write_tables(temporary / "predictions.parquet", tables)
+                    tables = [build.build_predictions_table(split, columns) for split, columns in results.predictions]
+                    build.write_tables(temporary / "predictions.parquet", tables)
                 if page is not None:
                     (temporary / "report.html").write_text(page(document), encoding="utf-8")
             saved.delete()
@@ -140,8 +119,8 @@ class _SideBySide:
     window: int | None
     overlap: int | None
     few_shot: FewShot | None
-    sampling: Sampling | None
-    saved: SavedSamples
+    sampling: samples.Sampling | None
+    saved: samples.SavedSamples
     console: Console
     results: SubjectResults = field(default_factory=SubjectResults)
 
@@ -159,7 +138,7 @@ class _SideBySide:
                     "evaluate them on the same rows"
                 )
             if self.sampling is not None and not splits:
-                check_sampling_rows([row for split in rows.values() for row in split], self.sampling)
+                samples.check_sampling_rows([row for split in rows.values() for row in split], self.sampling)
             splits = splits or rows
             self.console.say(f"evaluating {subject.name}")
             self._evaluate_subject(subject, rows, models)
@@ -227,12 +206,12 @@ class _SideBySide:
                 columns |= {"predicted": ranked.predictions[0], "accuracy": ranked.right.mean(axis=0)}
                 notes = ranked.notes
             elif self.sampling is not None:
-                samples = write_samples(
+                written = samples.write_samples(
                     f"{subject.name} {split}", engine.model, tokenizer, rows, task, self.sampling, self.saved,
                     inference, digest=subject.digest, console=self.console,
                 )  # fmt: skip
-                figures |= compute_sample_metrics(rows, samples, self.sampling)
-                results.generations += build_generation_records(subject.name, rows, samples)
+                figures |= samples.compute_sample_metrics(rows, written, self.sampling)
+                results.generations += samples.build_generation_records(subject.name, rows, written)
                 columns, notes = {}, []
             elif task.traits.reads_documents and recipe.adapter.projector is None:
                 intervals, notes = self._score_documents(
@@ -255,12 +234,12 @@ class _SideBySide:
                     cut = f"cut rows by --train.max_length {room}" if run is None else "evaluate it without the runs"
                     problem = f"{size} tokens do not fit the {room} positions of {subject.name}"
                     raise UserError(f"{longest.where}: {problem}; {cut}")
-                intervals = evaluate_split(
+                intervals = build.evaluate_split(
                     recipe, engine, tokenizer, examples, task=task, split=split, label_names=names,
                     watch=self.console.evaluating, figures=figures, columns=columns,
                 )  # fmt: skip
                 places = [example.where for example in examples]
-                columns["text"] = describe_examples(recipe, examples, tokenizer, rows)
+                columns["text"] = build.describe_examples(recipe, examples, tokenizer, rows)
             if intervals is None:
                 everything = np.arange(len(rows))
                 intervals = {name: group_interval(figure, [everything], **draw) for name, figure in figures.items()}
@@ -270,8 +249,8 @@ class _SideBySide:
             is_split = task.traits.splits_documents  # then figures are of documents, and places of their pieces
             results.rows[subject.name, split] = list(dict.fromkeys(map(document_place, places))) if is_split else places
             if columns:
-                named = {"subject": [subject.name] * len(places), "row": format_places(places)}
-                texts = [shorten_text(str(row.values.get("text", ""))) for row in rows[:MAX_TEXTS]]
+                named = {"subject": [subject.name] * len(places), "row": build.format_places(places)}
+                texts = [build.shorten_text(str(row.values.get("text", ""))) for row in rows[: build.MAX_TEXTS]]
                 columns["text"] = columns["text"] or [*texts, *[None] * (len(rows) - len(texts))]
                 results.predictions.append((split, {**named, **columns}))
 
@@ -369,12 +348,14 @@ def _evaluate_run(
     prepared = prepare_eval_data(recipe, data, run=path, known=known) if data else prepare_data(recipe)
     if data:
         console.say(f"data: {len(prepared.test):,} examples")
-        for line in skipped_rows_summary(prepared, recipe.train.max_length):
+        for line in build.skipped_rows_summary(prepared, recipe.train.max_length):
             console.say(line)
-    engine, tokenizer = load_model(recipe, recipe.task, prepared.label_names, world=world, adapter=path / "adapter")
+    engine, tokenizer = build.load_model(
+        recipe, recipe.task, prepared.label_names, world=world, adapter=path / "adapter"
+    )
     if not data:
-        return evaluate_splits(recipe, engine, tokenizer, prepared, Console(quiet=True), watch=console.evaluating)
-    metrics = evaluate_split(
+        return build.evaluate_splits(recipe, engine, tokenizer, prepared, Console(quiet=True), watch=console.evaluating)
+    metrics = build.evaluate_split(
         recipe, engine, tokenizer, prepared.test, task=recipe.task, split="data", label_names=prepared.label_names,
         watch=console.evaluating,
     )  # fmt: skip
@@ -383,4 +364,4 @@ def _evaluate_run(
 
 def format_result(result: dict[str, dict[str, Any]]) -> str:
     """Format the result as lines."""
-    return "\n".join(f"{split:5} {line}" for split, metrics in result.items() for line in format_metrics(metrics))
+    return "\n".join(f"{split:5} {line}" for split, metrics in result.items() for line in build.format_metrics(metrics))

@@ -31,17 +31,7 @@ import torch
 from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.results.cells import FORECAST, MARKER, SLURM
-from flatshift.experiments.workflows.folder_check import (
-    ExpectedAnswers,
-    ExportedRun,
-    Folder,
-    compare_folder,
-    compute_expected,
-    judge_difference,
-    save_generation_settings,
-    save_tokenizer,
-    set_end_tokens,
-)
+from flatshift.experiments.workflows import folder_check
 from flatshift.experiments.workflows.model_card import build_card, published_name, run_title
 from flatshift.experiments.workflows.run_parts import awaits_evaluation, check_finished, check_run
 from flatshift.finetune.adapters.adapter import WEIGHTS, check_saved, read_adapter
@@ -88,11 +78,11 @@ def export_run(
         added = [_parse_weighted_adapter(text, recipe) for text in add]
         if base_model is not None:
             check_hub_name(base_model, "--base-model: ")
-        run = ExportedRun.open(path, recipe)
+        run = folder_check.ExportedRun.open(path, recipe)
         others = [(saved.path, weight) for saved, weight in added]
         compares = recipe.adapter.init != "loftq"
         with (
-            compute_expected(run, added=others) if compares else nullcontext() as expected,
+            folder_check.compute_expected(run, added=others) if compares else nullcontext() as expected,
             output_directory(out) as temporary,
         ):
             if added:
@@ -106,12 +96,14 @@ def export_run(
             settings = read_json_object(temporary / "adapter_config.json")
             settings["base_model_name_or_path"] = base_model or published_name(recipe.backbone)
             write_json(temporary / "adapter_config.json", settings)
-            tokenizer, _ = save_tokenizer(recipe, temporary, rows=run.rows)
+            tokenizer, _ = folder_check.save_tokenizer(recipe, temporary, rows=run.rows)
             if recipe.task.traits.is_generative:
-                save_generation_settings(recipe, temporary, run.ends)
+                folder_check.save_generation_settings(recipe, temporary, run.ends)
             comparison = None
             if expected is not None:
-                (comparison,) = compare_folder(run, expected, [Folder(temporary, exact=True, adapter=True)])
+                (comparison,) = folder_check.compare_folder(
+                    run, expected, [folder_check.Folder(temporary, exact=True, adapter=True)]
+                )
             card = build_card(
                 path, recipe, tokenizer=tokenizer, labels=run.labels, base_model=base_model, license=license,
                 added=[(run_title(saved.path), weight) for saved, weight in added], rank=settings.get("r"),
@@ -201,8 +193,8 @@ def merge_run(path: Path, out: Path, *, dtype: Dtype = "auto") -> dict[str, Any]
         check_replaceable(out)
         recipe = resume_recipe(path).recipe
         require_mergeable(path, recipe)
-        run = ExportedRun.open(path, recipe)
-        with compute_expected(run) as expected, output_directory(out) as temporary:
+        run = folder_check.ExportedRun.open(path, recipe)
+        with folder_check.compute_expected(run) as expected, output_directory(out) as temporary:
             return merge_into(temporary, run, expected, dtype)
 
 
@@ -225,16 +217,18 @@ def require_mergeable(path: Path, recipe: Recipe) -> None:
     SavedAdapter.find(str(path), context=str(path))  # refuses an adapter that fits changed frozen weights
 
 
-def merge_into(folder: Path, run: ExportedRun, expected: ExpectedAnswers, dtype: Dtype = "auto") -> dict[str, Any]:
+def merge_into(
+    folder: Path, run: folder_check.ExportedRun, expected: folder_check.ExpectedAnswers, dtype: Dtype = "auto"
+) -> dict[str, Any]:
     """Write the merged model of the run into the directory `folder`; returns as `merge_run`."""
     merged = write_merged(folder, run, dtype)
-    (comparison,) = compare_folder(run, expected, [Folder(folder, merged.exact)])
+    (comparison,) = folder_check.compare_folder(run, expected, [folder_check.Folder(folder, merged.exact)])
     result = {
         "dtype": merged.dtype,
         "quantization": run.recipe.train.quantization,
         "rounding": merged.rounding,
         **comparison,
-        "judgement": judge_difference(merged.dtype, comparison),
+        "judgement": folder_check.judge_difference(merged.dtype, comparison),
         "largest_rounding": merged.largest_rounding,
         "tokenized_rows": merged.tokenized_rows,
         "adapter_sha256": adapter_digest(run.path),
@@ -257,7 +251,7 @@ class Merged:
     tokenized_rows: int
 
 
-def write_merged(folder: Path, run: ExportedRun, dtype: Dtype = "auto") -> Merged:
+def write_merged(folder: Path, run: folder_check.ExportedRun, dtype: Dtype = "auto") -> Merged:
     """Write weights, settings and tokenizer of the merged model into `folder`."""
     recipe, adapter = run.recipe, run.path / "adapter"
     cast = None if dtype == "auto" else getattr(torch, dtype)
@@ -278,15 +272,15 @@ def write_merged(folder: Path, run: ExportedRun, dtype: Dtype = "auto") -> Merge
     model.config.dtype = stored
     model.config.use_cache = True
     if recipe.task.traits.is_generative:
-        set_end_tokens(model.config, run.ends)
+        folder_check.set_end_tokens(model.config, run.ends)
     model.config.save_pretrained(folder)
     if recipe.task.traits.is_generative:
         _restore_older_keys(open_backbone(recipe.backbone).directory / "config.json", folder / "config.json")
     if model.can_generate():
-        save_generation_settings(recipe, folder, run.ends)
+        folder_check.save_generation_settings(recipe, folder, run.ends)
     for file in open_backbone(recipe.backbone).directory.glob("*processor_config.json"):
         shutil.copyfile(file, folder / file.name)  # of images, which AutoProcessor reads
-    name, saved = str(stored).removeprefix("torch."), save_tokenizer(recipe, folder, rows=run.rows)
+    name, saved = str(stored).removeprefix("torch."), folder_check.save_tokenizer(recipe, folder, rows=run.rows)
     return Merged(name, stored.itemsize >= 4, written.rounding.by_dtype, largest, *saved)
 
 

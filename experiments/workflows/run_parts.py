@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flatshift.experiments.data.splits import PreparedData, read_label_record
-from flatshift.experiments.recipe import resume_recipe
+from flatshift.experiments.recipe import list_input_files, resume_recipe
 from flatshift.experiments.recipe.auto import resolve_device_precision
 from flatshift.experiments.recipe.schema import Recipe, warm_up_task
 from flatshift.experiments.recipe.tree import Branch
@@ -194,17 +194,6 @@ def check_steps_not_reduced(path: Path, steps: int) -> None:
             f"train.steps: {steps} is below the {done} steps that {path} has made; give at least {done}, or start a "
             "new run for fewer"
         )
-
-
-def list_input_files(recipe: Recipe) -> list[str]:
-    """Return every input file that the recipe names, once each."""
-    files = [*recipe.data.train.all_files, *recipe.data.dev.files, *recipe.data.test.files]
-    if recipe.select is not None and recipe.select.from_ is not None:
-        files.append(str(Path(recipe.select.from_) / "selected.jsonl"))
-    elif recipe.select is not None:
-        files += [*recipe.select.pool.files, *recipe.select.target.files, *recipe.select.eval.files]
-        files += [*recipe.select.negative.files, *recipe.select.hygiene.drops]
-    return list(dict.fromkeys(files))
 
 
 def check_inputs_unchanged(path: Path, names: Sequence[str], way_out: str = "start a new run") -> None:

@@ -29,7 +29,7 @@ from flatshift.experiments.data.splits import (
     prepare_warm_up_data,
     sample_split_warning,
 )
-from flatshift.experiments.recipe import Resolved, resume_recipe
+from flatshift.experiments.recipe import Resolved, list_input_files, resume_recipe
 from flatshift.experiments.recipe.auto import resolve_auto
 from flatshift.experiments.recipe.resolve import describe_held_out_rows, read_template_file
 from flatshift.experiments.recipe.rules import check_recipe
@@ -40,6 +40,7 @@ from flatshift.experiments.run.resumable_directory import open_resumable
 from flatshift.experiments.select.pool import drop_blank_texts
 from flatshift.experiments.select.select import select_into
 from flatshift.experiments.select.target import check_target, read_target
+from flatshift.experiments.workflows import run_parts
 from flatshift.experiments.workflows.build import (
     COLD,
     COLD_ROWS,
@@ -52,25 +53,6 @@ from flatshift.experiments.workflows.build import (
     load_model,
 )
 from flatshift.experiments.workflows.context import OpenStage, RunContext, StagePlan, open_stage, run_context
-from flatshift.experiments.workflows.run_parts import (
-    FINE_TUNE,
-    WARM_UP,
-    answers_in_text,
-    check_adapters_unchanged,
-    check_backbone,
-    check_evaluation_changes,
-    check_finished,
-    check_inputs_unchanged,
-    check_last_checkpoint,
-    check_start_adapters,
-    check_steps_not_reduced,
-    compute_run_checksums,
-    count_steps_done,
-    discard_failed_run,
-    is_finished,
-    list_input_files,
-    with_resume_hint,
-)
 from flatshift.finetune.atomic import fsync_directory, read_json_object, write_json, write_text
 from flatshift.finetune.data.encoding import find_end_tokens
 from flatshift.finetune.data.files import describe_files
@@ -117,7 +99,7 @@ def train(
         recipe = resolved.recipe
         check_positions(recipe)
         prepared = prepare_data(recipe)
-        seed = derive_seed(recipe.train.seed, FINE_TUNE)
+        seed = derive_seed(recipe.train.seed, run_parts.FINE_TUNE)
         counted = epochs_to_steps(resolved, prepared.train, seed=seed)
         if counted is not resolved:
             resolved, recipe = counted, counted.recipe
@@ -145,11 +127,11 @@ def train(
         world.wait()
         run, console = _open_run(out, world, quiet, verbose, notes)
         try:
-            with with_resume_hint(out), run_context(recipe, run, console, world, draw=draw) as context:
+            with run_parts.with_resume_hint(out), run_context(recipe, run, console, world, draw=draw) as context:
                 return execute_parts(context, prepared)
         except (ValueError, OutOfMemory) as error:  # UserError is a ValueError
             if world.is_main:
-                discard_failed_run(out, console, error)
+                run_parts.discard_failed_run(out, console, error)
             raise
 
 
@@ -178,7 +160,7 @@ def _build_manifest(recipe: Recipe, prepared: PreparedData) -> dict[str, Any]:
     if prepared.mixture is not None:
         manifest["sources"] = mixture_record(prepared.mixture)
     manifest["checks"] = build_check_record(prepared)
-    if adapters := check_start_adapters(recipe):
+    if adapters := run_parts.check_start_adapters(recipe):
         manifest["adapters"] = adapters
     return manifest
 
@@ -209,7 +191,7 @@ def resume(
     requested = resume_recipe(path, overrides)
     before = resume_recipe(path).recipe
     check_recipe(requested.recipe)
-    check_evaluation_changes(path, requested.recipe, before)
+    run_parts.check_evaluation_changes(path, requested.recipe, before)
     notes: list[str] = []
     with (
         _join_mesh(requested.recipe, path=path) as world,
@@ -223,10 +205,10 @@ def resume(
                 raise UserError(f"{path} was changed by another command this moment; run this one again")
             RunDirectory.open(path)  # repairs files that a killed process left truncated
         world.wait()
-        check_steps_not_reduced(path, recipe.train.steps)
+        run_parts.check_steps_not_reduced(path, recipe.train.steps)
         run, console = _open_run(path, world, quiet, verbose, notes)
-        if is_finished(path, recipe, before, with_page=draw is not None):
-            check_finished(path)
+        if run_parts.is_finished(path, recipe, before, with_page=draw is not None):
+            run_parts.check_finished(path)
             result = read_json_object(path / "eval.json")
             console.say(f"{path} is finished: nothing to do")
             return result
@@ -234,10 +216,10 @@ def resume(
             console.say(note)
         if world.is_main:  # it alone reads all weights; the other ranks rely on it
             check_files(path)
-            check_last_checkpoint(path, recipe.train.steps)
-            check_backbone(path, recipe)
-            check_inputs_unchanged(path, list_input_files(recipe))
-            check_adapters_unchanged(path, read_json_object(path / "manifest.json").get("adapters", {}))
+            run_parts.check_last_checkpoint(path, recipe.train.steps)
+            run_parts.check_backbone(path, recipe)
+            run_parts.check_inputs_unchanged(path, list_input_files(recipe))
+            run_parts.check_adapters_unchanged(path, read_json_object(path / "manifest.json").get("adapters", {}))
             (path / DONE).unlink(missing_ok=True)  # it certifies a finished run
             fsync_directory(path)  # before any file that it lists changes
             write_text(path / "recipe.resolved.yaml", resolved.to_yaml())
@@ -246,13 +228,13 @@ def resume(
         prepared = prepare_data(recipe)
         if world.is_main and recipe.task != before.task:  # the classes to be ranked
             write_json(path / "manifest.json", read_json_object(path / "manifest.json") | build_label_record(prepared))
-        with with_resume_hint(path), run_context(recipe, run, console, world, draw=draw) as context:
+        with run_parts.with_resume_hint(path), run_context(recipe, run, console, world, draw=draw) as context:
             return execute_parts(context, prepared)
 
 
 def _describe_schedule_change(recipe: Recipe, before: Recipe, path: Path) -> str | None:
-    done, steps = count_steps_done(path), recipe.train.steps
-    if steps == before.train.steps or (path / "stages" / FINE_TUNE / DONE).is_file() or done >= steps:
+    done, steps = run_parts.count_steps_done(path), recipe.train.steps
+    if steps == before.train.steps or (path / "stages" / run_parts.FINE_TUNE / DONE).is_file() or done >= steps:
         return None
     was, now = (learning_rate(done, steps=r.train.steps, optimizer=recipe.optimizer) for r in (before, recipe))
     return (
@@ -271,7 +253,7 @@ def execute_parts(context: RunContext, prepared: PreparedData) -> dict[str, Any]
         if recipe.selection is not None:
             _select(context)
         previous = _warm_up(context)
-    plan = StagePlan(FINE_TUNE, recipe.task, prepared, recipe.optimizer, recipe.train, previous)
+    plan = StagePlan(run_parts.FINE_TUNE, recipe.task, prepared, recipe.optimizer, recipe.train, previous)
     with open_stage(context, plan) as stage:
         if stage.trainer is not None:
             stage.result = stage.trainer.fit()
@@ -279,7 +261,7 @@ def execute_parts(context: RunContext, prepared: PreparedData) -> dict[str, Any]
     if context.world.is_main:
         write_json(path / "timings.json", {"seconds": round(time.monotonic() - started, 2)})
     if context.world.is_main and not context.cell:  # a cell is covered by the record of its sweep
-        write_json(path / DONE, {FILES: compute_run_checksums(path)})
+        write_json(path / DONE, {FILES: run_parts.compute_run_checksums(path)})
         if context.draw is not None:
             context.console.say(f"report: {context.draw(path)}")
     return result
@@ -324,13 +306,13 @@ def _warm_up(context: RunContext) -> Path:
     settings: dict[str, Any] = {name: getattr(warmup, name) for name in ("steps", "batch_size", "accumulate")}
     settings["group"] = None if task.pack else recipe.train.group
     train = dataclasses.replace(recipe.train, eval_every=0, best="auto", patience=None, **settings)
-    plan = StagePlan(WARM_UP, task, prepared, dataclasses.replace(recipe.optimizer, lr=warmup.lr), train)
+    plan = StagePlan(run_parts.WARM_UP, task, prepared, dataclasses.replace(recipe.optimizer, lr=warmup.lr), train)
     with open_stage(context, plan) as stage:
         if stage.trainer is not None:
             stage.result = stage.trainer.fit()
     # A sweep cell needs only its own figure; before is the same for all of them.
     for name in ("eval",) if context.cell else ("eval", "before"):
-        path = context.run.path / "stages" / WARM_UP / f"{name}.json"
+        path = context.run.path / "stages" / run_parts.WARM_UP / f"{name}.json"
         if not path.is_file():
             splits = ("test",) if context.cell else ("dev", "test")
             adapter, model = (stage.adapter, stage.model) if name == "eval" else (None, None)
@@ -370,7 +352,7 @@ def _evaluate(context: RunContext, prepared: PreparedData, stage: OpenStage) -> 
             recipe, engine, tokenizer, prepared, context.console, watch=context.watch, finished=finished,
             predictions=None if context.cell else path / "predictions.parquet",
         )  # fmt: skip
-        answers = recipe.eval.answers and answers_in_text(recipe.task) and recipe.adapter.projector is None
+        answers = recipe.eval.answers and run_parts.answers_in_text(recipe.task) and recipe.adapter.projector is None
         if answers and world.size == 1 and not context.cell:
             for line in format_answers(recipe, engine, tokenizer, prepared, watch=context.watch):
                 context.console.say(line)

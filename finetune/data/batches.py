@@ -208,11 +208,6 @@ class TrainingDataLoader:
         rows = self._step_rows(step)
         return self._split_micro_batches(rows.split_by_row(rows.samples))
 
-    def epochs_at(self, step: int) -> list[list[tuple[int, ...]]]:
-        """Return, in the layout of `rows_at`, the 0-based epoch of each example (in a mixture: of its source)."""
-        rows = self._step_rows(step)
-        return self._split_micro_batches(rows.split_by_row(rows.epochs))
-
     def _split_micro_batches(self, rows: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
         return [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
 

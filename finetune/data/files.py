@@ -12,20 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError, is_remote, user_path
-from . import remote
-from .formats import (
-    HUB,
-    SAMPLE,
-    SAVED_DATASET,
-    SUPPORTED,
-    BrokenFile,
-    count_records,
-    has_lone_surrogate,
-    is_document_file,
-    is_saved_dataset,
-    select_known_format,
-    split_suffix,
-)
+from . import formats, remote
 from .remote import DataFile, RemoteFile
 
 
@@ -40,43 +27,50 @@ def expand_files(files: Sequence[str]) -> list[DataFile]:
     paths = [path for name in files for path in _expand_one(str(name))]
     keys: set[str] = set()
     for path in paths:
-        if has_lone_surrogate(str(path)):
+        if formats.has_lone_surrogate(str(path)):
             raise UserError(f"{str(path)!a}: a file whose name is not valid UTF-8; rename it")
-        key = str(path) if isinstance(path, RemoteFile) or str(path).startswith(HUB) else str(path.resolve())
+        key = str(path) if isinstance(path, RemoteFile) or str(path).startswith(formats.HUB) else str(path.resolve())
         if key in keys:
             raise UserError(f"{path} is named twice in {', '.join(map(str, files))}; name it once")
         keys.add(key)
     return paths
 
 
+def check_local_files(names: Iterable[str]) -> None:
+    """Raise UserError for a name on this machine that `expand_files` refuses, before anything large is imported."""
+    for name in names:
+        if not is_remote(name):
+            expand_files([name])
+
+
 def _expand_one(name: str) -> Sequence[DataFile]:
-    if name.startswith(SAMPLE):
+    if name.startswith(formats.SAMPLE):
         from ..assets import sample_path
 
-        return [Path(sample_path(name.removeprefix(SAMPLE)))]
-    if name.startswith(HUB):
+        return [Path(sample_path(name.removeprefix(formats.SAMPLE)))]
+    if name.startswith(formats.HUB):
         return [Path(name)]
     if not name:
         raise UserError("'' is no name of a file; leave it out, or name the file")
     if is_remote(name):
         objects, directory = remote.find_objects(name)
-        if directory and any(file.name in SAVED_DATASET for file in objects):
+        if directory and any(file.name in formats.SAVED_DATASET for file in objects):
             raise UserError(f"{name}: a saved data set is read from a local directory; copy it to this machine first")
-        return select_known_format(name, objects) if directory else objects
+        return formats.select_known_format(name, objects) if directory else objects
     path = user_path(name)
     if path.is_symlink() and not path.exists():
         raise UserError(f"{name}: a link to a file that is not there; restore it, or name another")
     if path.exists():
         if not (path.is_file() or path.is_dir()):
             raise UserError(f"{name}: a pipe, socket or device, which cannot be read twice; write it to a file first")
-        holds_files = path.is_dir() and not is_saved_dataset(path)
-        return select_known_format(str(path), sorted(path.iterdir())) if holds_files else [path]
+        holds_files = path.is_dir() and not formats.is_saved_dataset(path)
+        return formats.select_known_format(str(path), sorted(path.iterdir())) if holds_files else [path]
     if glob.has_magic(name):
         paths = glob.glob(str(path), recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
         matches = sorted(Path(match) for match in paths if Path(match).is_file())
         if not matches:
             raise UserError(f"{name}: no file matches this pattern")
-        documents = [match for match in matches if is_document_file(match)]
+        documents = [match for match in matches if formats.is_document_file(match)]
         if documents and len(documents) < len(matches):
             raise UserError(
                 f"{name}: matches {documents[0].name}, a document, and files of records; name either, as "
@@ -88,7 +82,7 @@ def _expand_one(name: str) -> Sequence[DataFile]:
     else:
         names = [entry.name for entry in path.parent.iterdir()]
         close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
-        hint = f"; did you mean {path.parent / close[0]}?" if close else f"; give {SUPPORTED}"
+        hint = f"; did you mean {path.parent / close[0]}?" if close else f"; give {formats.SUPPORTED}"
     raise UserError(f"{name}: no such file{hint}")
 
 
@@ -103,7 +97,7 @@ def describe_files(files: Sequence[str], contents: Iterable[dict[str, Any]] | No
     contents: the latter, in the order of the files, where they are known.
     """
     paths = [
-        (str(name) if str(name).startswith(SAMPLE) else str(path), path)
+        (str(name) if str(name).startswith(formats.SAMPLE) else str(path), path)
         for name in files
         for path in _expand_one(str(name))
     ]
@@ -120,12 +114,12 @@ def describe_content(path: DataFile) -> dict[str, Any]:
     has the `version` that the store reports.
     """
     record: dict[str, Any] = {"sha256": None, "bytes": None, "rows": None}
-    if str(path).startswith(HUB):
+    if str(path).startswith(formats.HUB):
         return record
-    split_suffix(path)
+    formats.split_suffix(path)
     record["sha256"], record["bytes"] = file_digest(path)
-    with contextlib.suppress(BrokenFile):  # with bad_rows: skip, its readable part was used
-        record["rows"] = count_records(path)
+    with contextlib.suppress(formats.BrokenFile):  # with bad_rows: skip, its readable part was used
+        record["rows"] = formats.count_records(path)
     if isinstance(path, RemoteFile):
         record["version"] = path.version
     return record

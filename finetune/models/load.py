@@ -14,19 +14,11 @@ from ..compute.matmul_rate import DTYPES
 from ..compute.precision import loading_dtype, widen_on_use
 from ..config import Precision, Quantization
 from ..errors import UserError, first_error_line
+from . import quantize
 from .backbone import REFUSED, Backbone, BackboneTask, auto_class, loading_error, open_backbone, quiet_transformers
 from .checkpoint import weight_reader
 from .dequantize import has_quantized_files
 from .meta import build_skeleton, check_dropout, configure_backbone, finalize_model
-from .quantize import (
-    check_available,
-    import_bitsandbytes,
-    is_quantized,
-    loading_options,
-    prepare_quantized,
-    quantize_skeleton,
-    quantize_weight,
-)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,7 +53,7 @@ def load_backbone(
     Raises UserError: as `open_backbone`; or transformers has no class of this task for it; or weights are missing; or
     it cannot be quantised, is already quantised, or bitsandbytes is missing.
     """
-    check_available(quantization)
+    quantize.check_available(quantization)
     backbone = open_backbone(name)
     directory, where = backbone.directory, backbone.where
     auto, settings = auto_class(task, num_labels=num_labels, label_names=label_names)
@@ -76,14 +68,14 @@ def load_backbone(
         _fill_skeleton(model, device=torch.device(device), quantization=quantization, context=where)
         if narrow:
             widen_on_use(model, context=where)
-        prepare_quantized(model)
+        quantize.prepare_quantized(model)
         return model
     if quantization is not None:
-        import_bitsandbytes()  # import it here first: `import_library` keeps it from fetching code
+        quantize.import_bitsandbytes()  # import it here first: `import_library` keeps it from fetching code
         skeleton = build_skeleton(
             backbone, task=task, num_labels=num_labels, label_names=label_names, precision=precision
         )
-        options |= loading_options(quantization, skeleton, dtype=dtype, device=device, context=where)
+        options |= quantize.loading_options(quantization, skeleton, dtype=dtype, device=device, context=where)
     else:
         options |= direct_load_kwargs(torch.device(device))
     try:
@@ -106,7 +98,7 @@ def load_backbone(
     finalize_model(model, report, backbone=backbone, task=task)
     if narrow:
         widen_on_use(model, context=where)
-    prepare_quantized(model)
+    quantize.prepare_quantized(model)
     return model if quantization is not None else model.to(device)  # quantised weights are on it already
 
 
@@ -115,7 +107,7 @@ def _fill_skeleton(model: Any, *, device: torch.device, quantization: Quantizati
     """Read the weights of a skeleton from quantised files, one at a time, and quantise them by `quantization`."""
     read = weight_reader(model)
     if quantization is not None:
-        quantize_skeleton(model, quantization, context=context)
+        quantize.quantize_skeleton(model, quantization, context=context)
     for name, parameter in list(model.named_parameters()):
         owner, _, leaf = name.rpartition(".")
         layer: Any = model.get_submodule(owner)
@@ -123,8 +115,8 @@ def _fill_skeleton(model: Any, *, device: torch.device, quantization: Quantizati
             value = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
         else:
             value = read(name).to(device, parameter.dtype)
-        if leaf == "weight" and is_quantized(layer):
-            layer.weight = quantize_weight(layer, value)
+        if leaf == "weight" and quantize.is_quantized(layer):
+            layer.weight = quantize.quantize_weight(layer, value)
         else:
             layer._parameters[leaf] = torch.nn.Parameter(value, requires_grad=False)
     model.tie_weights()

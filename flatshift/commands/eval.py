@@ -15,6 +15,7 @@ from flatshift.command_line import parse_command, print_result, spawn_ranks
 from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.recipe.auto import find_mesh_overrides, mesh_flags
 from flatshift.finetune.assets import backbone_directory
+from flatshift.finetune.data.files import check_local_files
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.launch import job, spawn
 from flatshift.finetune.redaction import join_command
@@ -174,6 +175,7 @@ def run(argv: list[str]) -> int:
     if not flags.subjects:
         raise UserError("eval needs a RUN_DIR or a BACKBONE; see `flatshift eval --help`")
     _check_flags(flags)
+    check_local_files(flags.data)
     if flags.harness:
         return _run_harness(flags, overrides)
     if flags.sharpness:

@@ -11,6 +11,7 @@ from tyro.conf import Positional
 from flatshift import outcome
 from flatshift.command_line import parse_command, print_json, recipe_arguments
 from flatshift.experiments.recipe import from_override, refuse_contradictions
+from flatshift.finetune.data.files import check_local_files
 from flatshift.finetune.errors import UserError
 
 
@@ -52,8 +53,6 @@ def run(argv: list[str]) -> int:
     flags, overrides = parse_command(Flags, "predict", argv)
     if flags.out is None:
         raise UserError("--out is missing: name the file to write, for example --out predictions.csv")
-    from flatshift.experiments.workflows.predict import predict_from_run
-
     settings = {
         "device": ("train.device", flags.device),
         "max-new-tokens": ("task.max_new_tokens", flags.max_new_tokens),
@@ -62,8 +61,11 @@ def run(argv: list[str]) -> int:
     }
     overrides += [from_override(key, str(v), f"--{flag}") for flag, (key, v) in settings.items() if v is not None]
     refuse_contradictions(overrides)
+    check_local_files(flags.data)
     if flags.raw and flags.out.suffix not in (".csv", ".tsv"):
         raise UserError(f"--raw is of .csv and .tsv, and {flags.out} has no cells that are quoted; leave it out")
+    from flatshift.experiments.workflows.predict import predict_from_run
+
     quiet = flags.quiet or flags.json
     count, skipped = predict_from_run(
         flags.run, flags.data, flags.out, overrides=overrides, raw=flags.raw, keep=flags.keep, quiet=quiet

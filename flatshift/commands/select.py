@@ -13,9 +13,10 @@ from tyro.conf import Positional
 from flatshift import outcome
 from flatshift.api import draw_report
 from flatshift.command_line import parse_command, print_json, recipe_arguments
-from flatshift.experiments.recipe import Resolved, from_override, load_recipe, refuse_contradictions
+from flatshift.experiments.recipe import Resolved, from_override, list_input_files, load_recipe, refuse_contradictions
 from flatshift.experiments.recipe.rules import SPLIT_RULES, check_rules
 from flatshift.experiments.run.console import force_exit_on_signal, pause_heartbeat
+from flatshift.finetune.data.files import check_local_files
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.launch import job, spawn
 
@@ -116,6 +117,7 @@ def run(argv: list[str]) -> int:
     words = recipe_arguments(argv, Flags, without="select")
     words += [] if flags.seed is None else ["--train.seed", str(flags.seed)]
     resolved = load_recipe(flags.recipe, overrides)
+    check_local_files(list_input_files(resolved.recipe))
     if spawn.is_launched_rank():
         return _select_on_ranks(flags, resolved, words)
     if flags.processes is not None:

@@ -11,6 +11,7 @@ from flatshift import outcome
 from flatshift.api import draw_report
 from flatshift.command_line import data_override, parse_command, print_json, remove_flags
 from flatshift.experiments.recipe.schema import SweepOptions
+from flatshift.finetune.data.files import check_local_files
 from flatshift.finetune.errors import UserError
 
 
@@ -34,6 +35,7 @@ def run(argv: list[str]) -> int:
     overrides = data_override(flags.data, overrides)
     if flags.out is None:
         raise UserError("--out is missing: name the sweep directory to make or continue")
+    check_local_files(flags.data)
     from flatshift.experiments.studies.sweep import sweep
 
     code = sweep(flags.recipe, overrides, flags.out, flags, quiet=flags.json, draw=draw_report)

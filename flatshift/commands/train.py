@@ -12,12 +12,13 @@ from tyro.conf import Positional
 from flatshift import outcome
 from flatshift.api import draw_report
 from flatshift.command_line import data_override, parse_command, print_json, remove_flags, spawn_ranks, split_overrides
-from flatshift.experiments.recipe import Resolved, load_recipe, recipe_like, resume_recipe
+from flatshift.experiments.recipe import Resolved, list_input_files, load_recipe, recipe_like, resume_recipe
 from flatshift.experiments.recipe.auto import axis_flags, find_mesh_overrides, mesh_flags
 from flatshift.experiments.recipe.schema import ExecutorOptions, format_keys_by_block
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import pause_heartbeat
 from flatshift.finetune.atomic import read_json_object
+from flatshift.finetune.data.files import check_local_files
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.launch import consistency, job, spawn
 from flatshift.finetune.run_directory import RECIPE, check_replaceable
@@ -77,6 +78,7 @@ def run(argv: list[str]) -> int:
             return spawn_ranks("train", argv, resumed.recipe, flags.resume)
     else:
         resolved = _load_new_recipe(flags, overrides)
+        check_local_files(list_input_files(resolved.recipe))
         if chosen := mesh_flags(resolved.recipe):
             return run([*argv, *chosen])
         if spawn.must_spawn_ranks(resolved.recipe.mesh):

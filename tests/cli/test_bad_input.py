@@ -234,7 +234,7 @@ def test_samples_are_written_after_what_they_need_was_found(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     lines(tmp_path / "rows.jsonl", [{"text": "one"}, {"text": "two", "test": "assert 1"}])
-    monkeypatch.setattr("flatshift.experiments.workflows.evaluate.write_samples", None)
+    monkeypatch.setattr("flatshift.experiments.workflows.samples.write_samples", None)
     monkeypatch.setattr("flatshift.experiments.workflows.samples.check_sandbox_available", lambda **_: None)
     argv = ["eval", "flatshift-5m", "--data", "rows.jsonl", "--samples", "2", "--out", "out"]
     refused(capsys, [*argv, "--programs"], "rows.jsonl:1: no column 'test'")

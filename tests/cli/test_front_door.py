@@ -31,6 +31,12 @@ def flatshift(*arguments: str, cwd: Path | None = None, timeout: float = 120) ->
         ["train", "warmup", "--trian.steps", "3"],
         ["train", "warmup", "--mesh.dp", "3"],
         ["nonsense"],
+        ["train", "classify", "--data", "nope.jsonl", "--out", "none"],
+        ["train", "classify", "--data.dev.files", "[nope.jsonl]", "--out", "none"],
+        ["select", "--pool", "nope.jsonl", "--target", "sample:banking/train", "--budget", "3", "--out", "none"],
+        ["sweep", "classify", "--data", "nope.jsonl", "--grid", "adapter.rank=1,2", "--out", "none"],
+        ["eval", "run", "--data", "nope.jsonl"],
+        ["predict", "run", "--data", "nope.jsonl", "--out", "none.csv"],
     ],
 )
 def test_torch_is_not_imported_to_parse(arguments: list[str]) -> None:
@@ -42,6 +48,7 @@ def test_torch_is_not_imported_to_parse(arguments: list[str]) -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+    assert ("nope.jsonl: no such file" in result.stderr) == any("nope.jsonl" in word for word in arguments)
 
 
 def test_importing_flatshift_is_light() -> None:

@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.rows import Row
 
 CORPUS = [
@@ -107,3 +108,9 @@ def write_jsonl(path: Path, records: list[Any]) -> Path:
     """One JSON value a line."""
     path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
     return path
+
+
+def epochs_at(batches: TrainingDataLoader, step: int) -> list[list[tuple[int, ...]]]:
+    """The 0-based epoch of each example (in a mixture: of its source), in the layout of `rows_at`."""
+    rows = batches._step_rows(step)
+    return batches._split_micro_batches(rows.split_by_row(rows.epochs))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from flatshift.experiments.recipe import Resolved, from_override, recipe_key
+from flatshift.experiments.recipe import Resolved, from_override, list_input_files, recipe_key
 from flatshift.experiments.recipe.auto import resolve_auto
 from flatshift.experiments.recipe.resolve import resolve_tree
 from flatshift.experiments.recipe.rules import CELL_RULES, check_recipe, check_rules
@@ -185,8 +185,6 @@ class ComparisonPlan:
         # of files that it reads besides its task's rows; usually none
         digests: list[Any] = [*backbone_digests(recipe.backbone), *settings_digests(recipe)]
         if recipe.select is not None:
-            from flatshift.experiments.workflows.run_parts import list_input_files
-
             digests += map(file_digest, list_input_files(recipe))
         key = recipe_key(recipe, [rows, evaluated, sharpness, self._digests[task], *digests])
         if task in self._rows:

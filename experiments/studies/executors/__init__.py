@@ -192,7 +192,7 @@ class StudyInputs:
     @classmethod
     def of(cls, cell: Cell) -> StudyInputs:
         """Return the inputs of a cell on this machine. Raises UserError for a file that is not here."""
-        from flatshift.experiments.workflows.run_parts import list_input_files
+        from flatshift.experiments.recipe import list_input_files
 
         recipe = cell.resolved.recipe
         digests: dict[str, Any] = {path: file_digest(path) for path in list_input_files(recipe)}

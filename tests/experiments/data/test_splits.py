@@ -12,10 +12,9 @@ from flatshift.experiments.data import encode as tokens
 from flatshift.experiments.data import splits
 from flatshift.experiments.data.sources import count_source_epochs, format_source_epochs, sample_train_for_eval
 from flatshift.experiments.data.splits import prepare_data, read_splits
-from flatshift.experiments.recipe import from_override, load_recipe, recipe_key, resume_recipe
+from flatshift.experiments.recipe import from_override, list_input_files, load_recipe, recipe_key, resume_recipe
 from flatshift.experiments.recipe.rules import check_recipe
 from flatshift.experiments.studies.cell import make_cell
-from flatshift.experiments.workflows.run_parts import list_input_files
 from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.columns import ColumnarExamples
 from flatshift.finetune.data.encoding import encode

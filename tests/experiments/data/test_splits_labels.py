@@ -19,7 +19,7 @@ from flatshift.finetune.data.masking import Masking, unmask_tokens
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.seeds import numpy_generator
 from flatshift.finetune.tasks import Classify, MaskedLM, Regress, Seq2Seq
-from tests.support.data_models import row, text_rows, write_jsonl
+from tests.support.data_models import epochs_at, row, text_rows, write_jsonl
 from tests.support.objective_models import masked_tokenizer, numbered_rows, several_rows
 
 TOKENIZER = masked_tokenizer()
@@ -114,7 +114,7 @@ def test_masks_of_a_mixture_follow_each_sources_epochs(recipe_of):
     seen: set[tuple[int, int]] = set()
     for step in range(40):
         (micro,) = batches.at(step)
-        for r, ((i,), (epoch,)) in enumerate(zip(micro.rows, batches.epochs_at(step)[0], strict=True)):
+        for r, ((i,), (epoch,)) in enumerate(zip(micro.rows, epochs_at(batches, step)[0], strict=True)):
             example = prepared.train[i]
             own = unmask_tokens(np.array(example.input_ids), np.array(example.labels))
             read, labels = masking.draw(own, np.array(example.words), numpy_generator(3, "mask", i, epoch))

@@ -59,8 +59,8 @@ def judged(monkeypatch, tmp_path):
             told.examples, told.names = examples, label_names
             return {}
 
-        monkeypatch.setattr(evaluate, "load_model", lambda *_, **__: (None, None))
-        monkeypatch.setattr(evaluate, "evaluate_split", judge)
+        monkeypatch.setattr(evaluate.build, "load_model", lambda *_, **__: (None, None))
+        monkeypatch.setattr(evaluate.build, "evaluate_split", judge)
         console = Console(quiet=True, log=told.said.append)
         evaluate._evaluate_run(tmp_path, recipe, files, console, ProcessMesh.alone("cpu"))
         return told
