@@ -25,6 +25,7 @@ from flatshift.experiments.data.splits import (
     build_check_record,
     build_label_record,
     format_data_checks,
+    missing_class_notes,
     prepare_data,
     prepare_warm_up_data,
     sample_split_warning,
@@ -112,7 +113,7 @@ def train(
             notes.append("train.patience stops nothing: dev rows are evaluated once, at the end (set train.eval_every)")
         check_strict_sources(recipe, prepared.train, prepared.mixture, seed=seed)
         check_memory(recipe, prepared.train)
-        notes += [*describe_held_out_rows(resolved), *sample_split_warning(recipe)]
+        notes += [*describe_held_out_rows(resolved), *sample_split_warning(recipe), *missing_class_notes(prepared)]
         if (kind := recipe.regularizer.kind) != "plain":
             notes.append(f"regularizer: {kind} ({resolved.origins.get('regularizer.kind', 'default')})")
         if recipe.select is not None and recipe.select.from_ is not None:

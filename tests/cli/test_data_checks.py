@@ -312,3 +312,20 @@ def test_a_row_without_a_text_is_a_bad_one(name, tmp_path, capsys) -> None:
     assert f"{file}:1: {words}" in capsys.readouterr().err
     assert run([*command, "--data.bad_rows", "skip"]) == 2
     assert "2 were skipped" in (said := capsys.readouterr().err) or "all were left out" in said
+
+
+def test_classes_without_a_row_of_a_split_are_named(tmp_path: Path, capsys) -> None:
+    rows = [{"text": f"A pump came on day {i}.", "label": ("fault", "order")[i % 2]} for i in range(12)]
+    train = write_jsonl(tmp_path / "train.jsonl", [*rows, {"text": "It rained.", "label": "other"}])
+    test = write_jsonl(tmp_path / "test.jsonl", rows[:1])
+    files = ["--data.train.files", str(train), "--data.test.files", str(test), "--data.checks.copies", "warn"]
+    words = ["train", "classify", "--backbone", "flatshift-encoder-3m", *SMALL, *files]
+    assert run([*words, "--data.test.limit", "null", "--data.train.limit", "null", "--out", str(tmp_path / "a")]) == 0
+    said = capsys.readouterr().err
+    assert "test: no row of 2 of 3 classes, which are not measured (first 'order')" in said
+    assert "train: no row of" not in said
+    words += ["--task.labels", "[fault, none, order, other]", "--data.train.limit", "null"]
+    assert run([*words, "--out", str(tmp_path / "b")]) == 0
+    said = capsys.readouterr().err
+    assert "train: no row of 1 of 4 classes, which cannot be learned (first 'none')" in said
+    assert "test: no row of 3 of 4 classes" in said
