@@ -41,18 +41,7 @@ from flatshift.experiments.run.resumable_directory import open_resumable
 from flatshift.experiments.select.pool import drop_blank_texts
 from flatshift.experiments.select.select import select_into
 from flatshift.experiments.select.target import check_target, read_target
-from flatshift.experiments.workflows import run_parts
-from flatshift.experiments.workflows.build import (
-    COLD,
-    COLD_ROWS,
-    FinishedSplits,
-    evaluate_base_model,
-    evaluate_perplexity,
-    evaluate_splits,
-    format_answers,
-    format_metrics,
-    load_model,
-)
+from flatshift.experiments.workflows import build, run_parts
 from flatshift.experiments.workflows.context import OpenStage, RunContext, StagePlan, open_stage, run_context
 from flatshift.finetune.atomic import fsync_directory, read_json_object, write_json, write_text
 from flatshift.finetune.data.encoding import find_end_tokens
@@ -317,7 +306,7 @@ def _warm_up(context: RunContext) -> Path:
         if not path.is_file():
             splits = ("test",) if context.cell else ("dev", "test")
             adapter, model = (stage.adapter, stage.model) if name == "eval" else (None, None)
-            figures = evaluate_perplexity(
+            figures = build.evaluate_perplexity(
                 recipe, adapter, task=task, splits=splits, world=world, model=model, watch=context.watch
             )
             if world.is_main:
@@ -339,7 +328,7 @@ def _read_own_texts(recipe: Recipe, console: Console) -> Sequence[Row]:
 
 def _evaluate(context: RunContext, prepared: PreparedData, stage: OpenStage) -> dict[str, dict[str, Any]]:
     recipe, world, path = context.recipe, context.world, context.run.path
-    engine, tokenizer = stage.model or load_model(
+    engine, tokenizer = stage.model or build.load_model(
         recipe, recipe.task, prepared.label_names, world=world, adapter=stage.adapter
     )
     if world.is_main:
@@ -347,20 +336,20 @@ def _evaluate(context: RunContext, prepared: PreparedData, stage: OpenStage) -> 
     # The trained head predicts normalised targets; the saved one predicts in the units of the data.
     fold_units(engine.parameters, prepared.units)
     engine.save_adapter(path / "adapter")
-    finished = None if context.cell or world.size > 1 else FinishedSplits.open(path, recipe)
+    finished = None if context.cell or world.size > 1 else build.FinishedSplits.open(path, recipe)
     with watchdog.no_progress_timeout("evaluating"):
-        result = evaluate_splits(
+        result = build.evaluate_splits(
             recipe, engine, tokenizer, prepared, context.console, watch=context.watch, finished=finished,
             predictions=None if context.cell else path / "predictions.parquet",
         )  # fmt: skip
         answers = recipe.eval.answers and run_parts.answers_in_text(recipe.task) and recipe.adapter.projector is None
         if answers and world.size == 1 and not context.cell:
-            for line in format_answers(recipe, engine, tokenizer, prepared, watch=context.watch):
+            for line in build.format_answers(recipe, engine, tokenizer, prepared, watch=context.watch):
                 context.console.say(line)
         if context.probe is not None:
             context.probe.on_evaluation(recipe, engine, tokenizer, prepared)
     if world.is_main and not recipe.eval.cold:  # from an earlier evaluation
-        for name in (COLD, COLD_ROWS):
+        for name in (build.COLD, build.COLD_ROWS):
             (path / name).unlink(missing_ok=True)
     new_head = recipe.task.traits.is_sequence_level or bool(getattr(engine.peft.get_base_model(), "new_parameters", ()))
     if recipe.eval.cold and (new_head or recipe.adapter.soft_tokens is not None):
@@ -368,12 +357,14 @@ def _evaluate(context: RunContext, prepared: PreparedData, stage: OpenStage) -> 
     elif recipe.eval.cold and not context.cell:
         del engine, stage.model  # memory may not hold two models
         if finished is None or finished.read("cold") is None:
-            base, tokenizer = load_model(recipe, recipe.task, prepared.label_names, world=world)
+            base, tokenizer = build.load_model(recipe, recipe.task, prepared.label_names, world=world)
             with watchdog.no_progress_timeout("evaluating the base model"):
-                cold = evaluate_base_model(recipe, base, tokenizer, prepared, path, watch=context.watch)
+                cold = build.evaluate_base_model(recipe, base, tokenizer, prepared, path, watch=context.watch)
             for split, metrics in cold.items():
                 rows = max(metric.get("n", 0) for metric in metrics.values())
-                context.console.say(f"backbone alone, {rows:,} rows of {split}: {', '.join(format_metrics(metrics))}")
+                context.console.say(
+                    f"backbone alone, {rows:,} rows of {split}: {', '.join(build.format_metrics(metrics))}"
+                )
             if finished is not None:
                 finished.add("cold", cold)
     if world.is_main:

@@ -16,17 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from flatshift.experiments.results.cells import SLURM
+from flatshift.experiments.studies import executors
 from flatshift.experiments.studies.cell import Cell
-from flatshift.experiments.studies.executors import (
-    POLL_S,
-    CellUpdate,
-    Executor,
-    Resources,
-    RunCell,
-    StudyInputs,
-    is_signal,
-    last_line,
-)
 from flatshift.finetune.atomic import make_directory, read_json_object, write_json
 from flatshift.finetune.errors import Interrupted, UserError
 from flatshift.finetune.launch.spawn import THREAD_VARIABLES
@@ -44,17 +35,17 @@ class CellJob:
     """Job of a cell. Slurm runs it again from the start after its time limit. run: how a cell is run."""
 
     out: Path
-    run: RunCell
+    run: executors.RunCell
     threads: int
 
-    def __call__(self, cell: Cell, inputs: StudyInputs) -> str | None:
+    def __call__(self, cell: Cell, inputs: executors.StudyInputs) -> str | None:
         """Run the cell in the study's directory; return a sentence if this node cannot run the study's cells."""
         if problem := inputs.problem(lambda: cell):
             return problem
         try:
             self.run(self.out, cell, self.threads)
         except Interrupted as error:
-            if is_signal(error):  # not a result: Slurm may be about to run this job again
+            if executors.is_signal(error):  # not a result: Slurm may be about to run this job again
                 sys.exit(3)
             raise
         return None
@@ -87,14 +78,14 @@ def submit_jobs(submit: Callable[[Any], Any], executor: Any, **parameters: Any) 
     try:
         jobs = submit(executor)
     except (FailedJobError, FailedSubmissionError, OSError) as error:
-        raise UserError(f"--on slurm: sbatch refused the jobs: {last_line(error)}") from error
+        raise UserError(f"--on slurm: sbatch refused the jobs: {executors.last_line(error)}") from error
     for file in Path(executor.folder).glob(".submission_file_*.sh"):
         if file.is_symlink():  # an absolute one, by which a copy of the study would lead out of itself
             file.unlink()
     return jobs
 
 
-class SlurmExecutor(Executor):
+class SlurmExecutor(executors.Executor):
     """Jobs of a Slurm cluster.
 
     partition: where jobs wait; None: Slurm's choice. minutes: time limit of a cell. jobs: most cells at the same time;
@@ -103,7 +94,7 @@ class SlurmExecutor(Executor):
 
     def __init__(
         self,
-        resources: Resources,
+        resources: executors.Resources,
         *,
         partition: str | None = None,
         minutes: int = 60,
@@ -124,7 +115,7 @@ class SlurmExecutor(Executor):
     def workers(self) -> int:
         return self._jobs or _MOST_JOBS
 
-    def open(self, out: Path, cells: Sequence[Cell], run: RunCell, rerun: Collection[str]) -> None:
+    def open(self, out: Path, cells: Sequence[Cell], run: executors.RunCell, rerun: Collection[str]) -> None:
         # No `await_orphans`: the jobs of a killed command go on.
         self.out, self.run, self.rerun = out, run, rerun
         make_directory(out / SLURM)
@@ -134,12 +125,12 @@ class SlurmExecutor(Executor):
     def announce(self, last: Callable[[], int]) -> None:
         self._last = last
 
-    def poll(self) -> list[CellUpdate]:
+    def poll(self) -> list[executors.CellUpdate]:
         if self._waiting:
             self._start(list(self._waiting))
             self._waiting.clear()
         else:
-            time.sleep(POLL_S)
+            time.sleep(executors.POLL_S)
         list((self.out / "cells").iterdir())  # so that a network file system shows new results
         ended = [key for key, (_, job) in self._running.items() if job.done()]
         return [self._receive(*self._running.pop(key)) for key in ended]
@@ -160,7 +151,7 @@ class SlurmExecutor(Executor):
             for cell in part:
                 self.discard_result(cell)
             job = CellJob(self.out.absolute(), self.run, self._resources.cpus)
-            submit = methodcaller("map_array", job, part, [StudyInputs.of(cell) for cell in part])
+            submit = methodcaller("map_array", job, part, [executors.StudyInputs.of(cell) for cell in part])
             jobs = self._submit(submit, **self._parameters(part))
             self._running |= {cell.key: (cell, job) for cell, job in zip(part, jobs, strict=True)}
         self._continue_last(earlier.pop(_LAST, None), replaces=bool(new))
@@ -216,9 +207,9 @@ class SlurmExecutor(Executor):
         executor = self._submitit.AutoExecutor(folder, cluster=self._cluster, slurm_max_num_timeout=self.retries)
         return submit_jobs(submit, executor, slurm_partition=self._partition, **parameters)
 
-    def _receive(self, cell: Cell, job: Any) -> CellUpdate:
+    def _receive(self, cell: Cell, job: Any) -> executors.CellUpdate:
         if self.collect(cell) is not None:
-            return CellUpdate(cell, "ended")
+            return executors.CellUpdate(cell, "ended")
         name = f"job {job.job_id}"
         try:
             problem = job.result()
@@ -227,13 +218,13 @@ class SlurmExecutor(Executor):
             text = str(error)
             if "timed-out too many times" in text:
                 ending = f"passed the limit of {self._minutes} minutes"
-                return CellUpdate(cell, "lost", name, ending, self.retries + 1, "give it a longer --time")
+                return executors.CellUpdate(cell, "lost", name, ending, self.retries + 1, "give it a longer --time")
             if "the disk is full" in text:
-                raise Interrupted(last_line(error)) from error
-            return CellUpdate(cell, "lost", name, f"ended in state {job.state}")
+                raise Interrupted(executors.last_line(error)) from error
+            return executors.CellUpdate(cell, "lost", name, f"ended in state {job.state}")
         if problem is not None:
             raise UserError(problem)
-        return CellUpdate(cell, "ended")
+        return executors.CellUpdate(cell, "ended")
 
     def finish(self, last: Callable[[], int]) -> int:
         job, self._last_job = self._last_job, None
@@ -241,7 +232,7 @@ class SlurmExecutor(Executor):
             return last()
         try:
             while not job.done():
-                time.sleep(POLL_S)
+                time.sleep(executors.POLL_S)
             return int(job.result())
         except self._submitit.core.utils.UncompletedJobError:
             return last()
