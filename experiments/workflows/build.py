@@ -7,7 +7,7 @@ import dataclasses
 import gc
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,13 @@ from flatshift.finetune.adapters.initial_values import InitialAdapter
 from flatshift.finetune.atomic import atomic_file, read_json_object, write_json
 from flatshift.finetune.compute.cuda_status import resolve_device
 from flatshift.finetune.compute.numerics import evaluation_mode
-from flatshift.finetune.data.encoding import encode
+from flatshift.finetune.data.encoding import decode_answer, encode
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.example import IGNORE, Example
 from flatshift.finetune.data.rows import Row, limit_rows
 from flatshift.finetune.digests import adapter_digest, record_digest
 from flatshift.finetune.errors import shorten
-from flatshift.finetune.evaluate.answers import sample_answers
+from flatshift.finetune.evaluate.answers import prompt_tokens, sample_answers
 from flatshift.finetune.evaluate.evaluator import evaluate
 from flatshift.finetune.evaluate.metrics import find_metric
 from flatshift.finetune.models.backbone import open_backbone
@@ -110,20 +110,29 @@ def evaluate_split(
         )  # fmt: skip
 
 
-def format_answers(
-    recipe: Recipe, engine: Engine, tokenizer: Any, prepared: PreparedData, *, watch: Watch
-) -> list[str]:
-    """Return lines with the model's answers to the first `eval.answers` rows of test (else dev), and the rows' own."""
-    split, examples = ("test", prepared.test) if prepared.test else ("dev", prepared.dev)
-    task, count = recipe.task, min(recipe.eval.answers, len(examples))
+def _sample_answers(
+    recipe: Recipe, engine: Engine, tokenizer: Any, examples: Sequence[Example], count: int, *, watch: Watch
+) -> dict[str, list[str | None]]:
     inference = EvalBatching.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=engine.device)
-    with watch("answering", count) as heartbeat, evaluation_mode(engine.eval_model):
-        found = sample_answers(
+    with watch("answering", min(count, len(examples))) as heartbeat, evaluation_mode(engine.eval_model):
+        return sample_answers(
             engine.eval_model, tokenizer, examples, dataclasses.replace(inference, heartbeat=heartbeat), count=count,
-            max_new_tokens=task.max_new_tokens, num_beams=task.num_beams or 1,
+            max_new_tokens=recipe.task.max_new_tokens, num_beams=recipe.task.num_beams or 1,
         )  # fmt: skip
-    parts = [zip((f"{split}, asked", "  answered", "  in its row"), texts, strict=True) for texts in found]
-    return [f"{name}: {shorten(' '.join(text.split()), _MAX_ANSWER)}" for part in parts for name, text in part]
+
+
+def _format_answers(
+    columns: Mapping[str, Any], examples: Sequence[Example], tokenizer: Any, count: int, split: str
+) -> Iterator[str]:
+    """Yield the first answers of `columns`, each below its prompt and above the row's own."""
+    for place in [place for place, answer in enumerate(columns["answer"]) if answer is not None][:count]:
+        prompt = decode_answer(tokenizer, prompt_tokens(examples[place]))
+        texts = {
+            f"{split}, asked": prompt,
+            "  answered": columns["answer"][place],
+            "  in its row": columns["reference"][place],
+        }
+        yield from (f"{name}: {shorten(' '.join(text.split()), _MAX_ANSWER)}" for name, text in texts.items())
 
 
 def evaluate_splits(
@@ -136,12 +145,14 @@ def evaluate_splits(
     watch: Watch,
     predictions: Path | None = None,
     finished: FinishedSplits | None = None,
+    answers: int = 0,
 ) -> dict[str, dict[str, Any]]:
     """Evaluate every split of a run that has examples; returns the content of eval.json, `{split: {metric: {value, low,
     high, n}}}`.
 
     predictions: predictions.parquet to write, of dev and test. finished: splits of an earlier try, which are reused;
-    splits that finish now are added to it.
+    splits that finish now are added to it. answers: number of rows of test (else dev) whose generated answers are
+    printed, and kept with the predictions.
     """
     splits = {"train": sample_train_for_eval(recipe, prepared.train), "dev": prepared.dev, "test": prepared.test}
     sources = list_source_files(recipe.data)
@@ -150,15 +161,18 @@ def evaluate_splits(
     for split, examples in splits.items():
         if not examples:
             continue
+        shown = answers if split == ("test" if prepared.test else "dev") else 0
+        columns: dict[str, Any] = {"row": format_places([one.where for one in examples]), "text": None}
         if finished is not None and (known := finished.read(split)) is not None:
             result[split], table = known
             console.say(f"{split}: evaluated before")
         else:
-            columns: dict[str, Any] = {"row": format_places([one.where for one in examples]), "text": None}
             result[split] = evaluate_split(
                 recipe, engine, tokenizer, examples, task=recipe.task, split=split, label_names=prepared.label_names,
                 watch=watch, columns=columns,
             )  # fmt: skip
+            if shown and "answer" not in columns:
+                columns |= _sample_answers(recipe, engine, tokenizer, examples, shown, watch=watch)
             table = None
             if predictions is not None and split != "train" and engine.is_main:
                 rows = iter_source_rows(recipe.data, recipe.task, files[split], [], skipped=[])
@@ -167,6 +181,9 @@ def evaluate_splits(
             if finished is not None:
                 finished.add(split, result[split], table)
         console.say(f"{split}: {', '.join(format_metrics(result[split]))}")
+        if "answer" in columns:
+            for line in _format_answers(columns, examples, tokenizer, shown, split):
+                console.say(line)
         tables += [] if table is None else [table]
     if predictions is not None and tables:
         write_tables(predictions, tables)

@@ -337,15 +337,13 @@ def _evaluate(context: RunContext, prepared: PreparedData, stage: OpenStage) -> 
     fold_units(engine.parameters, prepared.units)
     engine.save_adapter(path / "adapter")
     finished = None if context.cell or world.size > 1 else build.FinishedSplits.open(path, recipe)
+    is_asked = run_parts.answers_in_text(recipe.task) and recipe.adapter.projector is None and not context.cell
     with watchdog.no_progress_timeout("evaluating"):
         result = build.evaluate_splits(
             recipe, engine, tokenizer, prepared, context.console, watch=context.watch, finished=finished,
             predictions=None if context.cell else path / "predictions.parquet",
+            answers=recipe.eval.answers if is_asked and world.size == 1 else 0,
         )  # fmt: skip
-        answers = recipe.eval.answers and run_parts.answers_in_text(recipe.task) and recipe.adapter.projector is None
-        if answers and world.size == 1 and not context.cell:
-            for line in build.format_answers(recipe, engine, tokenizer, prepared, watch=context.watch):
-                context.console.say(line)
         if context.probe is not None:
             context.probe.on_evaluation(recipe, engine, tokenizer, prepared)
     if world.is_main and not recipe.eval.cold:  # from an earlier evaluation

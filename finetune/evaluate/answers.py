@@ -53,18 +53,23 @@ def generate_answers(
 
 
 def sample_answers(
-    model: Any, tokenizer: Any, examples: Iterable[Example], inference: EvalBatching, *, count: int, **limits: Any
-) -> list[tuple[str, str, str]]:
-    """Return prompt, generated answer, and the row's own of the first `count` examples that fit the backbone with an
-    answer. limits: as of `generate_answers`."""
+    model: Any, tokenizer: Any, examples: Sequence[Example], inference: EvalBatching, *, count: int, **limits: Any
+) -> dict[str, list[str | None]]:
+    """Return the columns `answer`, generated, and `reference`, the row's own, with values for the first `count`
+    examples that fit the backbone with an answer. limits: as of `generate_answers`."""
     longest = limits["max_new_tokens"]
-    fitting = (e for e in examples if not context_overflow(model, prompt_tokens(e), longest, apart=bool(e.decoder_ids)))
-    asked = list(islice(fitting, count))
-    answers = generate_answers(model, tokenizer, asked, inference, **limits) if asked else []
-    return [
-        (decode_answer(tokenizer, prompt_tokens(example)), answer, decode_answer(tokenizer, _first_target(example)))
-        for example, answer in zip(asked, answers, strict=True)
-    ]
+    fitting = (
+        place
+        for place, example in enumerate(examples)
+        if context_overflow(model, prompt_tokens(example), longest, apart=example.decoder_ids is not None) is None
+    )
+    places = list(islice(fitting, count))
+    answers = generate_answers(model, tokenizer, [examples[i] for i in places], inference, **limits) if places else []
+    columns: dict[str, list[str | None]] = {name: [None] * len(examples) for name in ("answer", "reference")}
+    for place, answer in zip(places, answers, strict=True):
+        columns["answer"][place] = answer
+        columns["reference"][place] = decode_answer(tokenizer, _first_target(examples[place])).strip()
+    return columns
 
 
 def _first_target(example: Example) -> list[int]:

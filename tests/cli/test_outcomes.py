@@ -103,6 +103,10 @@ def test_a_training_ends_with_the_answers_that_predict_has(tmp_path: Path, capsy
     assert run(["predict", str(tmp_path / "run"), "--data", str(test), "--out", str(tmp_path / "said.jsonl")]) == 0
     told = [json.loads(line)["answer"] for line in (tmp_path / "said.jsonl").read_text(encoding="utf-8").splitlines()]
     assert made == [" ".join(text.split()) for text in told[:3]] and any(made)
+    last = told[3] if kind == "seq2seq" else None  # its score is of all generated answers
+    assert pq.read_table(tmp_path / "run/predictions.parquet").column("answer").to_pylist() == [*told[:3], last]
+    page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
+    assert "Answers next to references" in page and ("in its row" in page) == (kind != "seq2seq")
     assert run(["train", *words, "--eval.answers", "0", "--out", str(tmp_path / "none")]) == 0
     assert "answered" not in capsys.readouterr().err
 

@@ -23,10 +23,10 @@ def part(run: RunResults) -> ChapterPart | None:
     sections = []
     if rows.of_classes:
         sections = [*_class_sections(rows, split), _example_section(rows, split)]
-    elif any(row.get("answer") is not None for row in rows.shown):
-        sections = [_answer_section(rows, split)]
-    elif "loss.count" in rows:
-        sections = [_extreme_loss_section(rows, split)]
+    if any(row.get("answer") is not None for row in rows.shown):
+        sections.append(_answer_section(rows, split))
+    if not rows.of_classes and "loss.count" in rows and "exact_match" not in rows:
+        sections.append(_extreme_loss_section(rows, split))
     return ChapterPart(sections=sections)
 
 
@@ -82,13 +82,13 @@ def _example_section(rows: Predictions, split: str) -> Section:
 
 
 def _answer_section(rows: Predictions, split: str) -> Section:
-    """Show generated answers next to the references, wrong ones first."""
-    answered = [row for row in rows.shown if row["answer"] is not None]
-    wrong = [row for row in answered if not row.get("exact_match")][: _SAMPLES - _RIGHT]
-    right = [row for row in answered if row.get("exact_match")][: _SAMPLES - len(wrong)]
-    cards = []
-    for mark, row in [*(("✗", row) for row in wrong), *(("✓", row) for row in right)]:
-        texts = [("written", _truncate(row["answer"])), ("right", _truncate(row["reference"]))]
+    """Show generated answers next to the references, wrong ones first; of a sample no answer is called wrong."""
+    answered, judged = [row for row in rows.shown if row["answer"] is not None], "exact_match" in rows
+    wrong = [row for row in answered if judged and not row["exact_match"]][: _SAMPLES - _RIGHT]
+    right = [row for row in answered if not judged or row["exact_match"]][: _SAMPLES - len(wrong)]
+    cards, own = [], "right" if judged else "in its row"
+    for mark, row in [*(("✗", row) for row in wrong), *(("✓" if judged else "", row) for row in right)]:
+        texts = [("written", _truncate(row["answer"])), (own, _truncate(row["reference"]))]
         cards.append(Card(mark, str(row["text"]), [*texts, ("row", str(row["row"]))]))
     lead = f"What the model wrote for rows of {split}, greedily, next to the row's own answer."
     return Section("Answers next to references", [Cards(cards)], lead)
