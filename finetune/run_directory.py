@@ -22,16 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from .atomic import (
-    has_only_leftovers,
-    make_directory,
-    new_directory,
-    read_json_object,
-    remove_leftovers,
-    sync_files,
-    write_json,
-    write_text,
-)
+from . import atomic
 from .digests import check_files
 from .errors import Interrupted, UserError, describe_disk_error, escape_control_characters, is_disk_full
 from .machine import count_cores, cpu_info, installed_version
@@ -85,9 +76,9 @@ class RunDirectory:
         with disk_full_interrupts(f"creating {path}"), output_directory(path) as temporary:
             write_provenance(temporary, recipe_yaml=recipe_yaml)
             if manifest is not None:
-                write_json(temporary / MANIFEST, manifest)
+                atomic.write_json(temporary / MANIFEST, manifest)
             for name, text in (texts or {}).items():
-                write_text(temporary / name, text)
+                atomic.write_text(temporary / name, text)
         return cls(path)
 
     @classmethod
@@ -102,7 +93,7 @@ class RunDirectory:
         if not (path / ENVIRONMENT).is_file() or not (path / COMMAND).is_file():
             raise UserError(f"{path} is not a run directory: it has no {ENVIRONMENT} and {COMMAND}")
         for folder in (path, path / "state", path / "stages", *(path / "stages").glob("*/")):
-            remove_leftovers(folder)
+            atomic.remove_leftovers(folder)
         torn = [path / METRICS, path / TRACE, *(path / "stages").glob(f"*/{METRICS}")]
         # A finished run has no torn files: a difference from its record was made by someone, and is left for the user
         # to see.
@@ -120,7 +111,7 @@ class RunDirectory:
         """Return `stages/<name>/`, created if needed by the process that writes."""
         folder = self.path / "stages" / name
         if self.writes:
-            make_directory(folder)
+            atomic.make_directory(folder)
         return folder
 
     def log_metrics(self, stage: str, **fields: Any) -> None:
@@ -134,7 +125,7 @@ class RunDirectory:
     def sync_metrics(self, stage: str) -> None:
         """Make the lines logged so far durable, before a checkpoint declares their steps done."""
         if self.writes:
-            sync_files(self.path / METRICS, self.path / "stages" / stage / METRICS, self.path / TRACE)
+            atomic.sync_files(self.path / METRICS, self.path / "stages" / stage / METRICS, self.path / TRACE)
 
     def log_trace(self, stage: str, **fields: Any) -> None:
         """Append one line to trace.jsonl. NaN and infinities become null."""
@@ -158,7 +149,7 @@ def check_empty(path: str | Path, *, resumable: bool = False) -> None:
     path = Path(path)
     if path.exists() and not path.is_dir():
         raise UserError(f"--out: {path} is a file; name a new or empty directory")
-    if path.is_dir() and not has_only_leftovers(path):
+    if path.is_dir() and not atomic.has_only_leftovers(path):
         hint = f", or continue a run with `flatshift train --resume {path}`" if resumable else ""
         raise UserError(f"--out: {path} is not empty; name another directory{hint}")
 
@@ -192,7 +183,7 @@ def output_directory(path: Path) -> Iterator[Path]:
     Raises UserError if another command created `path` meanwhile; its content is kept.
     """
     try:
-        with new_directory(path) as temporary:
+        with atomic.new_directory(path) as temporary:
             yield temporary
     except FileExistsError as error:
         if error.filename != os.path.realpath(path):
@@ -203,21 +194,21 @@ def output_directory(path: Path) -> Iterator[Path]:
 def write_provenance(directory: str | Path, *, recipe_yaml: str | None = None) -> None:
     """Write command.txt, environment.json and, if given, recipe.resolved.yaml into `directory`."""
     directory = Path(directory)
-    write_text(directory / COMMAND, _command_line())
-    write_json(directory / ENVIRONMENT, collect_environment())
+    atomic.write_text(directory / COMMAND, _command_line())
+    atomic.write_json(directory / ENVIRONMENT, collect_environment())
     if recipe_yaml is not None:
-        write_text(directory / RECIPE, recipe_yaml)
+        atomic.write_text(directory / RECIPE, recipe_yaml)
 
 
 def add_provenance(directory: Path) -> None:
     """Append this command to command.txt, and to environment.json (`resumed`) what differs from before."""
     commands = (directory / COMMAND).read_text(encoding="utf-8")
-    write_text(directory / COMMAND, commands + _command_line())
-    environment = read_json_object(directory / ENVIRONMENT)
+    atomic.write_text(directory / COMMAND, commands + _command_line())
+    environment = atomic.read_json_object(directory / ENVIRONMENT)
     initial, current = {**environment}, collect_environment()
     initial.pop("resumed", None)
     changes = {name: value for name, value in current.items() if name == "created" or initial.get(name) != value}
-    write_json(directory / ENVIRONMENT, {**environment, "resumed": [*environment.get("resumed", []), changes]})
+    atomic.write_json(directory / ENVIRONMENT, {**environment, "resumed": [*environment.get("resumed", []), changes]})
 
 
 def _command_line() -> str:

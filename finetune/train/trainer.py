@@ -23,18 +23,11 @@ from flatshift.regularizers.layers.fused import FusedLayers
 from flatshift.regularizers.protocol import MetricTensors
 
 from ..atomic import write_json
-from ..compute import attention
+from ..compute import attention, numerics
 from ..compute.capabilities import seeded_rng
 from ..compute.fused_loss import choose_loss_kernel
 from ..compute.loss import Head, batch_loss, loss_sum
 from ..compute.micro_batch import MicroBatch, PreferenceTargets
-from ..compute.numerics import (
-    cpu_threads,
-    deterministic_algorithms,
-    draws_random_numbers,
-    evaluation_mode,
-    without_input_casts,
-)
 from ..compute.precision import autocast, infer_precision, tf32_products
 from ..config import FACTOR_OPTIMIZERS
 from ..data.eval_batching import EvalBatching
@@ -225,8 +218,8 @@ class Trainer:
     def _device_settings(self) -> Iterator[OutOfMemoryHandler]:
         train = self.train
         with (
-            cpu_threads(train.threads),
-            deterministic_algorithms(train, self.device),
+            numerics.cpu_threads(train.threads),
+            numerics.deterministic_algorithms(train, self.device),
             tf32_products(train, self.device),
             with_prefetch(self.stage.batches, self.engine, train=train, log=self.log_line) as batches,
             OutOfMemoryHandler(self.engine, self.stage) as out_of_memory,
@@ -255,7 +248,8 @@ class Trainer:
             if stage.optimizer.kind == "gauss-newton"
             else None
         )
-        self.draws = not train.compile and draws_random_numbers(engine.model)  # compiled blocks have no dropout
+        # compiled blocks have no dropout
+        self.draws = not train.compile and numerics.draws_random_numbers(engine.model)
         self.dropout = engine.dropout(derive_seed(stage.seed, "dropout")) if self.draws else None
         self.loss_scale = LossScale(on=train.precision == "fp16")
         # torch.compile fuses PEFT's forward by itself
@@ -294,7 +288,7 @@ class Trainer:
         try:
             self.checkpointer.restore()
             with (
-                without_input_casts(engine.model, self.train),
+                numerics.without_input_casts(engine.model, self.train),
                 watchdog.progress_timeout(self.stage.name),
                 attention.packed_attention(engine.model, engine.device),
             ):
@@ -531,7 +525,7 @@ def dev_metrics(
         return point_metrics(scores)
     sums: list[torch.Tensor] = []  # loss and number of correct answers per batch
     counts: list[int] = []
-    with evaluation_mode(model):
+    with numerics.evaluation_mode(model):
         for micro in inference.batches(examples, task):
             batch = micro.to(engine.device)
             correct = None

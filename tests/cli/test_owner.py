@@ -117,7 +117,7 @@ def test_metrics_are_durable_before_a_checkpoint_says_that_their_updates_are_don
     from flatshift.finetune.train import checkpointer
 
     calls: list[str] = []
-    save, sync = checkpointer.save_checkpoint, run_directory.sync_files
+    save, sync = checkpointer.save_checkpoint, run_directory.atomic.sync_files
 
     def saving(*args, **kwargs):
         calls.append("save")
@@ -129,7 +129,7 @@ def test_metrics_are_durable_before_a_checkpoint_says_that_their_updates_are_don
         sync(*paths)
 
     monkeypatch.setattr(checkpointer, "save_checkpoint", saving)
-    monkeypatch.setattr(run_directory, "sync_files", syncing)
+    monkeypatch.setattr(run_directory.atomic, "sync_files", syncing)
     settings = QUICK | {"train.save_every": 1}
     assert run(["train", "classify", "--out", str(tmp_path / "out"), *flags(settings)]) == 0
     assert calls[:4] == ["sync 1", "save", "sync 2", "save"] and calls[4:] == ["sync 2"]

@@ -10,13 +10,7 @@ from typing import Any
 import numpy as np
 
 from flatshift.experiments.recipe.schema import Comparison
-from flatshift.experiments.statistics.intervals import (
-    holm_adjust,
-    paired_test,
-    parse_correctness,
-    seed_item_bootstrap,
-    t_interval,
-)
+from flatshift.experiments.statistics import intervals
 from flatshift.experiments.studies.compare.comparison_plan import ComparisonPlan, ComparisonResults, Result
 from flatshift.finetune.evaluate.metrics import find_metric
 from flatshift.finetune.seeds import numpy_generator
@@ -33,7 +27,7 @@ def analyse(plan: ComparisonPlan, outcome: ComparisonResults) -> dict[str, Any]:
     methods = {name: _analyse_method(plan, outcome, name, informative, counted) for name in study.methods}
     primary = {name: m["primary"] for name, m in methods.items() if m["primary"]}  # the baseline has none
     p_values = {name: endpoint["p"] for name, endpoint in primary.items() if endpoint["p"] is not None}
-    for name, p in holm_adjust(p_values).items():
+    for name, p in intervals.holm_adjust(p_values).items():
         primary[name]["p_holm"] = p
     controls = []
     for control, method in study.controls.items():  # on the seeds and tasks that both have
@@ -116,11 +110,11 @@ def _analyse_task(plan: ComparisonPlan, outcome: ComparisonResults, task: str) -
         values = _values_by_seed(plan, outcome, task, finals)
         equal_time = None
         if shorter is not None:
-            difference = paired_test(_values_by_seed(plan, outcome, task, shorter), base)
+            difference = intervals.paired_test(_values_by_seed(plan, outcome, task, shorter), base)
             equal_time = {"steps": shorter[0]["steps"], "difference": difference}
         methods[method] = {
-            "mean": asdict(t_interval(list(values.values()))) if values else None,
-            "difference": None if method == study.baseline else paired_test(values, base),
+            "mean": asdict(intervals.t_interval(list(values.values()))) if values else None,
+            "difference": None if method == study.baseline else intervals.paired_test(values, base),
             "f1_macro": _mean_or_none([m.get("f1_macro") for m in metrics]),
             "loss": _mean_or_none([m.get("loss") for m in metrics]),
             "sharpness": _mean_or_none([result.get("sharpness") for result in finals]),
@@ -149,7 +143,7 @@ def _margin_over(floor: float, plan: ComparisonPlan, outcome: ComparisonResults,
     accuracies = list(_values_by_seed(plan, outcome, task, finals, "accuracy").values())
     if not accuracies:
         return None
-    mean = t_interval(accuracies).value
+    mean = intervals.t_interval(accuracies).value
     items = finals[0].get("items")
     n = len(items) if isinstance(items, str) else plan.study.tasks[task].test
     spread = float(np.var(accuracies, ddof=1)) / len(accuracies) if len(accuracies) > 1 else 0.0
@@ -212,7 +206,7 @@ def _compare_sides(
     ]
     seeds = sorted(set.intersection(*(set(by_seed) for side in values for by_seed in side)))
     ours, base = ({seed: math.fsum(v[seed] for v in side) / len(side) for seed in seeds} for side in values)
-    return paired_test(ours, base)
+    return intervals.paired_test(ours, base)
 
 
 def _sharpness_ratio(
@@ -232,7 +226,7 @@ def _sharpness_ratio(
                 logs.setdefault(task, []).append(math.log(a / b))
     if not logs:
         return None
-    interval = t_interval([math.fsum(of_task) / len(of_task) for of_task in logs.values()])
+    interval = intervals.t_interval([math.fsum(of_task) / len(of_task) for of_task in logs.values()])
     ends = (interval.value, interval.low, interval.high)
     ratio, low, high = (None if end is None else math.exp(end) for end in ends)
     return {"ratio": ratio, "low": low, "high": high, "n": sum(map(len, logs.values())), "pairs": pairs}
@@ -255,14 +249,14 @@ def _bootstrap_endpoint(
         sides = []
         for method in (ours, base):
             texts = [outcome.finals[method, task][i].get("items") for i in kept]
-            rows = [parse_correctness(text) if isinstance(text, str) else None for text in texts]
+            rows = [intervals.parse_correctness(text) if isinstance(text, str) else None for text in texts]
             width = next((len(row) for row in rows if row is not None), 1)
             sides.append(np.stack([np.full(width, floor) if row is None else row for row in rows]))
         if sides[0].shape != sides[1].shape:
             return None
         differences.append(sides[0] - sides[1])
     rng = numpy_generator(0, "comparison", "bootstrap", ours)
-    return seed_item_bootstrap(differences, resamples=plan.study.resamples, rng=rng)
+    return intervals.seed_item_bootstrap(differences, resamples=plan.study.resamples, rng=rng)
 
 
 def describe_protocol(study: Comparison) -> list[str]:
