@@ -141,6 +141,8 @@ _COUNTED_STEPS = 5
 """Updates whose tokens are counted for an estimate of time."""
 _BUSY, _LONG_S = 0.1, 30
 """Share of the time that a thread waits for a core, and seconds of training, above which a run warns of it."""
+_SHORT_RUN_S = 600
+"""Seconds of a training above which a run says how many steps would fit."""
 
 
 @dataclass(frozen=True)
@@ -312,7 +314,9 @@ def _report_plan(
             steps = train.steps - before
             count = ("one step" if steps == 1 else f"{steps:,} steps") + (f" after {before:,}" if before else "")
             step, total = (format_duration(n * planned.seconds) for n in (1, steps))
-            time_lines = [f"  about {total}: {count} of {step}, {basis}"]
+            few = 0 if before else int(_SHORT_RUN_S / planned.seconds)
+            fitting = f"; --train.steps {few} would take {_SHORT_RUN_S // 60} minutes" if 0 < few < steps else ""
+            time_lines = [f"  about {total}: {count} of {step}, {basis}{fitting}"]
             if waited > _BUSY and not cuda and steps * planned.seconds > _LONG_S:
                 time_lines.append(
                     f"  other programs are at work: a thread waited for a core {waited:.0%} of the time, and steps may "

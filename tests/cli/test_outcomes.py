@@ -85,6 +85,19 @@ def test_conversations_are_judged_beside_the_backbone_alone(tmp_path: Path, caps
     assert " ".join(change[3:7]) in page and change[-1] == "6", "on the page too"
 
 
+def test_a_long_training_says_how_many_steps_take_ten_minutes(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("flatshift.experiments.workflows.context._predict_step_seconds", lambda *_: 250.0)
+    words = ["train", "classify", *SMALL.split(), "--out", str(tmp_path / "run")]
+    assert run(words) == 0
+    (told,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  about ")]
+    assert (
+        told
+        == "  about 16.7 minutes: 4 steps of 4.17 minutes, one row was timed; --train.steps 2 would take 10 minutes"
+    )
+    assert run(["train", "--resume", str(tmp_path / "run"), "--train.steps", "10"]) == 0
+    assert "would take" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", ["chat", "completion", "seq2seq"])
 def test_a_training_ends_with_the_answers_that_predict_has(tmp_path: Path, capsys, kind: str) -> None:
     pairs = [(f"Is it {i}?", f"It is {i}.") for i in range(20)]
