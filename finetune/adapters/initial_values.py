@@ -226,7 +226,10 @@ def _initialise_eva(model: PeftModel, calibration: Calibration) -> None:
             prepare_model_inputs_fn=lambda batch, _: batch["mask"], prepare_layer_inputs_fn=_real_tokens,
             adapter_name=ADAPTER, show_progress_bar=False,
         )  # fmt: skip
+        before = lora_layers(model).keys()
         initialize_lora_eva_weights(model, eva_state_dict=state)
+    if before - (kept := lora_layers(model).keys()):  # of rank 0: PEFT's own suffixes would name them all the same
+        config.target_modules = set(kept)
     config.init_lora_weights, config.eva_config = True, None
 
 

@@ -272,3 +272,18 @@ def test_loftq_makes_up_for_quantisation(sources, tmp_path):
         assert (target - packed - part).norm() < (target - packed).norm()
     with pytest.raises(UserError, match="loftq"):
         attach_adapter(load_backbone(source, task=LM), Adapter(init="loftq"), task=LM, seed=0)
+
+
+def test_eva_leaves_out_layers_and_the_saved_adapter_knows_which(sources, tmp_path):
+    adapter = Adapter(rank=1, init="eva")
+    model = move(build(sources["llama"], adapter))
+    kept = lora_layers(model).keys()
+    assert 0 < len(kept) < 14, "some get no direction at this rank"
+    save_adapter(model, tmp_path / "adapter")
+    torch.testing.assert_close(
+        logits(plain_peft(sources["llama"], tmp_path / "adapter")), logits(model), rtol=0, atol=2e-4
+    )
+    again = build(sources["llama"], adapter, seed=9, initial=tmp_path / "adapter")
+    assert lora_layers(again).keys() == kept
+    load_adapter(again, tmp_path / "adapter")
+    assert torch.equal(logits(again), logits(model))
