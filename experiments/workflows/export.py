@@ -179,7 +179,7 @@ def merge_run(path: Path, out: Path, *, dtype: Dtype = "auto") -> dict[str, Any]
     (`flatshift.experiments.workflows.folder_check`). An adapter that was trained on a quantised backbone
     (`quantization` of the result) is merged into the float weights, which differ from those it was trained on. The
     tokens that training had as the end of an answer also end those of plain `generate`.
-    dtype: of the written weights; `auto` keeps the backbone's own, tensor by tensor.
+    dtype: of the written weights; `auto` keeps the backbone's own, tensor by tensor, and is float32 for a regression.
     Returns the content of `merge.json` in `out`: `dtype`, `quantization`; `rounding`, by dtype the `largest` distance
     |round(W + sBA) − (W + sBA)| of any merged weight and the largest `relative` to its row's largest value;
     `largest_rounding`, the relative distance found in the rows that were read back; the result of
@@ -228,7 +228,9 @@ def merge_into(
         "quantization": run.recipe.train.quantization,
         "rounding": merged.rounding,
         **comparison,
-        "judgement": folder_check.judge_difference(merged.dtype, comparison),
+        "judgement": folder_check.judge_difference(
+            merged.dtype, comparison, numbers=run.recipe.task.traits.has_targets
+        ),
         "largest_rounding": merged.largest_rounding,
         "tokenized_rows": merged.tokenized_rows,
         "adapter_sha256": adapter_digest(run.path),
@@ -254,6 +256,8 @@ class Merged:
 def write_merged(folder: Path, run: folder_check.ExportedRun, dtype: Dtype = "auto") -> Merged:
     """Write weights, settings and tokenizer of the merged model into `folder`."""
     recipe, adapter = run.recipe, run.path / "adapter"
+    if dtype == "auto" and recipe.task.traits.has_targets:  # numbers in the thousands are in steps of 8 in bf16
+        dtype = "float32"
     cast = None if dtype == "auto" else getattr(torch, dtype)
     sizes: Counter[torch.dtype] = Counter()
     for entry in read_index(open_backbone(recipe.backbone).directory).values():

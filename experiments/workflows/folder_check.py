@@ -61,7 +61,8 @@ MAX_DIFFERENCE = {False: 0.25, True: 1e-3}
 
 USUAL_DIFFERENCE = {"bfloat16": 0.03, "float16": 0.005, "float32": 1e-4}
 """The same share as rounding usually gives: three times the largest that was measured on models of 5 and 270 million
-parameters, whose likeliest tokens were the same at 99.5 % of places or more."""
+parameters, whose likeliest tokens were the same at this share of places or more."""
+_USUAL_SAME = 0.995
 
 
 @dataclass(frozen=True)
@@ -211,21 +212,26 @@ def compare_folder(run: ExportedRun, expected: ExpectedAnswers, folders: Sequenc
     ]
 
 
-def judge_difference(dtype: str, comparison: Mapping[str, Any]) -> str:
+def judge_difference(dtype: str, comparison: Mapping[str, Any], *, numbers: bool = False) -> str:
     """Return the sentence on a model whose weights were rounded to `dtype`: if it differs from the run as is usual.
 
-    comparison: the result of `compare_folder`.
+    comparison: the result of `compare_folder`. numbers: True for a regression.
     """
+    cure = "" if dtype == "float32" else ", or merge with --dtype float32"
+    if numbers:
+        step = comparison["largest_logit"] * torch.finfo(getattr(torch, dtype)).eps
+        far, cure = f"{comparison['max_logit_difference']:.2g}", cure.replace(", or", ":")
+        return f"its numbers differ by at most {far}, where {dtype} has steps of up to {step:.1g}{cure}"
     usual = USUAL_DIFFERENCE.get(dtype, USUAL_DIFFERENCE["float32"])
     share = comparison["max_logit_difference"] / (comparison["largest_logit"] or 1.0)
     kind = "token" if comparison["other_labels"] is None else "class"
     same = f"the likeliest {kind} is the same at {comparison['same_tokens']} of {comparison['places']} places"
-    if share <= usual:
-        return f"usual for {dtype}: {share:.2g} of the largest logit, where rounding gives up to {usual:g}; {same}"
-    cure = "" if dtype == "float32" else ", or merge with --dtype float32"
+    is_same = comparison["same_tokens"] >= _USUAL_SAME * comparison["places"]
     return (
-        f"more than usual for {dtype}: {share:.2g} of the largest logit, where rounding gives up to {usual:g}; {same}; "
-        f"evaluate the merged model before you use it{cure}"
+        f"{'' if share <= usual else 'more than '}usual for {dtype}: {share:.2g} of the largest logit, where rounding "
+        f"gives up to {usual:g}; {same}"
+        + ("" if is_same else f", where {_USUAL_SAME:.1%} are usual")
+        + ("" if is_same and share <= usual else f"; evaluate the merged model before you use it{cure}")
     )
 
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from ..atomic import atomic_directory, write_json
 from ..compute.capabilities import preserve_rng_state
+from ..compute.numerics import answer_in_float32
 from ..compute.protocols import TraitsTask
 from ..config import Adapter
 from ..digests import check_adapter
@@ -98,6 +99,8 @@ def attach_adapter(
     check_patterns(model, adapter)
     for parameter in trainable(model).values():
         parameter.data = parameter.data.to(dtype)
+    if task.traits.has_targets:
+        answer_in_float32(model)
     for name, parameter in trainable(model).items():
         if ".lora_" in name and ".lora_magnitude_vector" not in name:  # a magnitude starts as the backbone's row norm
             initialise_by_name(name, parameter)
@@ -178,6 +181,8 @@ def attach_on_meta(backbone: PreTrainedModel, adapter: Adapter, *, task: TraitsT
     check_patterns(model, adapter)
     for parameter in trainable(model).values():
         parameter.data = parameter.data.to(dtype)
+    if task.traits.has_targets:
+        answer_in_float32(model)
     return model
 
 

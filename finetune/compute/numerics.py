@@ -45,6 +45,22 @@ def without_input_casts(model: nn.Module, train: Train) -> Iterator[None]:
         yield
 
 
+def answer_in_float32(model: nn.Module) -> None:
+    """Let the trained layers with one output, a regression's head, compute in float32 under autocast too.
+
+    In the targets' own units their output may be thousands, where bf16 has steps of 8.
+    """
+
+    def compute(layer: nn.Linear, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        with torch.autocast(output.device.type, enabled=False):
+            bias = None if layer.bias is None else layer.bias.float()
+            return nn.functional.linear(inputs[0].float(), layer.weight.float(), bias)
+
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear) and layer.out_features == 1 and layer.weight.requires_grad:
+            layer.register_forward_hook(compute)
+
+
 def uses_dropout(model: nn.Module) -> bool:
     """Return True if a training forward pass draws random numbers: a dropout layer, or attention dropout in the
     config, which each stage of a pipeline has."""

@@ -90,12 +90,13 @@ class Classify(SequenceLevelTask):
         names = list(label_names) if label_names else [str(i) for i in range(num_labels or 0)]
         if not names or (num_labels is not None and len(names) != num_labels):
             raise ValueError("load_backbone(task=Classify) needs num_labels or label_names, and they must agree")
+        kind = "regression" if self.loss == "squared" else f"{'multi' if self.multi else 'single'}_label_classification"
         return {
             "num_labels": len(names),
             "id2label": dict(enumerate(names)),
             "label2id": {label: i for i, label in enumerate(names)},
-            # override the problem_type that the checkpoint had for its old head
-            "problem_type": "multi_label_classification" if self.multi else "single_label_classification",
+            # of the checkpoint's old head otherwise; `regression`: transformers' pipeline makes no probabilities of it
+            "problem_type": kind,
         }
 
     def example_losses(self, logits: Tensor, labels: Tensor) -> Tensor:

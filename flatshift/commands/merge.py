@@ -22,7 +22,7 @@ class Flags:
     out: Path | None = None
     """Folder to create; by default RUN_DIR/merged."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Data type of the written weights. auto: the backbone's own."""
+    """Data type of the written weights. auto: the backbone's own, and float32 for a regression."""
     json: bool = False
     """Print dtype, rounding, logit difference and its judgement as JSON (the contents of merge.json)."""
 

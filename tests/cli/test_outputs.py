@@ -571,3 +571,47 @@ def test_an_unfinished_run_is_refused(written: Path, tmp_path: Path, capsys) -> 
     for words in (["merge", str(half)], ["export", str(half)], ["generate", str(half), "--prompt", "x"]):
         assert run(words) == 2
         assert f"flatshift train --resume {half}" in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------------- outputs that are no probabilities
+
+
+def headed(rows: list[dict[str, Any]], folder: Path, *words: str) -> Path:
+    """A run of a head on the small encoder, trained and evaluated on `rows`."""
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    files = {f"data.{split}.files": f"[{json.dumps(str(file))}]" for split in ("train", "test")}
+    more = {"backbone": "flatshift-encoder-3m", "data.checks.copies": "warn", "regularizer.kind": "plain"}
+    assert run(["train", "classify", "--out", str(folder / "run"), *flags(SMALL | files | more), *words]) == 0
+    return folder / "run"
+
+
+def predicted(run_directory: Path, file: Path) -> list[dict[str, Any]]:
+    out = file.with_name("said.jsonl")
+    assert run(["predict", str(run_directory), "--data", str(file), "--out", str(out)]) == 0
+    return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+
+
+def test_numbers_far_from_zero_keep_their_digits_in_bf16(tmp_path: Path, capsys) -> None:
+    rows = [{"text": f"the year {i % 12}", "label": 1994.0 + i % 12} for i in range(24)]
+    out = headed(rows, tmp_path, "--task.kind", "regress", "--train.precision", "bf16")
+    assert run(["merge", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert f"{out}/merged: float32" in said and "likeliest" not in said
+    answer = pipeline("text-classification", str(out / "merged"))
+    values = [row["value"] for row in predicted(out, tmp_path / "rows.jsonl")]
+    assert values == pytest.approx([one["score"] for one in answer([row["text"] for row in rows])], abs=0.5)
+    assert len(set(values)) > 6 and all(value % 1 for value in values), "bf16 has 1992 and 2000, and none between"
+    assert json.loads((out / "eval.json").read_text())["test"]["pearson"]["value"] is not None
+    assert run(["merge", str(out), "--dtype", "bfloat16", "--out", str(tmp_path / "narrow")]) == 0
+    assert "where bfloat16 has steps of up to 2e+01: merge with --dtype float32" in capsys.readouterr().out
+
+
+def test_outputs_of_a_squared_loss_leave_as_they_are(tmp_path: Path) -> None:
+    rows = [{"text": f"is it number {i}", "label": ("odd", "even", "none")[i % 3]} for i in range(24)]
+    out = headed(rows, tmp_path, "--task.loss", "squared")
+    assert run(["merge", str(out)]) == 0
+    answer = pipeline("text-classification", str(out / "merged"), top_k=None)
+    for row, told in zip(rows[:4], predicted(out, tmp_path / "rows.jsonl"), strict=False):
+        found = {one["label"]: one["score"] for one in answer([row["text"]])[0]}
+        assert found == pytest.approx({name: told[f"output_{name}"] for name in found}, abs=0.02)
