@@ -180,6 +180,11 @@ RULES: tuple[RecipeRule, ...] = (
         lambda r: r.select is not None and r.select.from_ is not None and r.warmup is None,
     ),
     RecipeRule(
+        "select: without a `warmup` block no training reads the selection; add --warmup.steps 100, or select first "
+        "(`flatshift select`) and name its selected.jsonl in data.train.files",
+        lambda r: r.select is not None and r.warmup is None,
+    ),
+    RecipeRule(
         "warmup.batch_size: {it} data ranks of the mesh; take a multiple of them", _find_uneven_warm_up,
     ),
 )  # fmt: skip

@@ -6,6 +6,8 @@ without the same rows, its manifest records the draw, and `check_target` rejects
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -65,6 +67,12 @@ def read_target(recipe: Recipe, console: Console) -> tuple[Records, list[Row]]:
                 f"target: {len(held_out):,} of its {records.total:,} rows are set apart, to evaluate a run on them "
                 f"(data.holdout {data.holdout:g})"
             )
+            others = [name for name in records.rows[0].record if name not in (columns.text, columns.text2, columns.id)]
+            if others and columns.label not in records.rows[0].record:
+                console.say(
+                    f"target: drawn without labels, as there is no column {columns.label!r}; a run whose label is in "
+                    f"{' or '.join(map(repr, others[:4]))} sets other rows apart, so name it in --data.columns.label"
+                )
     draw = derive_seed(recipe.train.seed, "limit", "target")
     limited = limit_rows(records.rows, spec.target.limit, seed=draw, setting="select.target.limit")
     return replace(records, rows=limited), held_out
@@ -100,8 +108,11 @@ def check_target(recipe: Recipe, skipped: Sequence[str]) -> None:
         cure = "leave select.target.files out: the target is then the training rows that are not set apart"
     else:
         record = read_json_object(Path(spec.from_) / "manifest.json", "selection").get("target")
-        files = " ".join(data.train.all_files)
-        cure = f"select again with --target {files} --data.holdout {data.holdout:g}, which sets the same rows apart"
+        named = zip(("text", "text2", "label"), _key_columns(data.columns), _key_columns(Columns()), strict=True)
+        words = [f"--data.columns.{key} {shlex.quote(name)}" for key, name, usual in named if name != usual]
+        files = [min(name, os.path.relpath(name), key=len) for name in data.train.all_files]
+        words = ["--target", *map(shlex.quote, files), *words, f"--data.holdout {data.holdout:g}"]
+        cure = f"select again with {' '.join(words)}, which sets the same rows apart"
     if not record:
         return
     for split, names in evaluated.items():

@@ -239,6 +239,23 @@ def test_a_target_is_set_apart_as_a_run_on_it_is(rows: str, tmp_path: Path, caps
     seen = from_mapping({"data.train.files": [rows], "data.train.limit": None, "select": {"from": "whole"}})
     with pytest.raises(flatshift.UserError, match="set apart for evaluation"):
         check_target(load_recipe("warmup", [seen]).recipe, ())
+    own = [{"body": row["text"], "kind": row["label"]} for row in map(json.loads, Path(rows).read_text().splitlines())]
+    write_jsonl(tmp_path / "own.jsonl", own)
+    body, kind = ["--data.columns.text", "body"], ["--data.columns.label", "kind"]
+    words, train = [*made[:4], "own.jsonl", *body, *made[5:]], ["train", "warmup", "--data", "own.jsonl", *body, *kind]
+    assert run([*words, "blind"]) == 0
+    assert (
+        "a run whose label is in 'kind' sets other rows apart, so name it in --data.columns" in capsys.readouterr().err
+    )
+    assert run([*train, "--data.train.limit", "null", "--select.from", "blind", "--out", "none"]) == 2
+    again = "select again with --target"
+    said = capsys.readouterr().err.partition(again)[2].partition(", which")[0].split()
+    assert said == ["own.jsonl", *body, *kind, "--data.holdout", "0.1"]
+    assert run([*made[:3], "--target", *said, *made[5:], "told"]) == 0
+    assert "without labels" not in capsys.readouterr().err
+    named = {"data.train.files": ["own.jsonl"], "data.train.limit": None, "select": {"from": "told"}}
+    named |= {"data.columns": {"text": "body", "label": "kind"}}
+    check_target(load_recipe("warmup", [from_mapping(named)]).recipe, ())
     write_jsonl(tmp_path / "one.jsonl", [{"text": "a single text"}])
     assert run([*made[:4], "one.jsonl", *made[5:], "few"]) == 0, "a target too small to divide stays whole"
 

@@ -52,6 +52,7 @@ RECIPES = {
     "the recipe has a `warmup` block": broken(warmup=WarmUp()),
     "warmup.own: 1 reads": broken(warmup=WarmUp(own=1), select=Select(budget=30)),
     "select.from: the recipe has no `warmup` block": broken(select=Select(from_="picked")),
+    "select: without a `warmup` block": broken(select=Select(budget=5)),
     "warmup.batch_size: 3 rows": broken(warmup=WarmUp(batch_size=3), select=Select(), mesh=Mesh(dp=2)),
 }
 
