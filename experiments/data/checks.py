@@ -182,9 +182,11 @@ class RowChecks:
 
     def _columns(self, split: Split, source: int, form: str) -> set[str]:
         """Return the columns of a source's records that are read."""
-        columns = (self._sources[split] or self._sources["train"])[source].columns
+        named = self._sources[split]
+        possible = [named[source]] if named else self._sources["train"]  # a row held out may be of any source
         names = (*self._all, "id", *form_columns(form, turns="messages" in self._read))
-        return {*(getattr(columns, name, name) for name in names), self._features or "", *_SELECTION_COLUMNS}
+        columns = (getattr(one.columns, name, name) for one in possible for name in names)
+        return {*columns, self._features or "", *_SELECTION_COLUMNS}
 
     def close(self, train: ColumnarExamples, names: Sequence[str] | None) -> list[dict[str, Any]]:
         """Return the findings as plain values; `locate_findings` turns them into sentences.

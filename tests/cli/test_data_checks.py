@@ -329,3 +329,15 @@ def test_classes_without_a_row_of_a_split_are_named(tmp_path: Path, capsys) -> N
     said = capsys.readouterr().err
     assert "train: no row of 1 of 4 classes, which cannot be learned (first 'none')" in said
     assert "test: no row of 3 of 4 classes" in said
+
+
+def test_held_out_rows_of_a_source_are_read_by_its_columns(tmp_path: Path, capsys) -> None:
+    rows = [{"text": f"A pump came on day {i}.", "label": ("fault", "order")[i % 2]} for i in range(20)]
+    others = [{"body": f"Day {i} saw a new pump.", "kind": row["label"]} for i, row in enumerate(rows)]
+    sources = {"a": {"files": [str(write_jsonl(tmp_path / "a.jsonl", rows))]}}
+    columns = {"text": "body", "label": "kind"}
+    sources["b"] = {"files": [str(write_jsonl(tmp_path / "b.jsonl", others))], "columns": columns}
+    words = ["train", "classify", "--backbone", "flatshift-encoder-3m", *SMALL, "--data.train.limit", "null"]
+    words += ["--data.train.sources", json.dumps(sources), "--data.test.files", "[]", "--data.test.limit", "null"]
+    words += ["--data.dev.limit", "null", "--data.holdout", "0.2", "--data.checks.unread", "refuse"]
+    assert run([*words, "--out", str(tmp_path / "run")]) == 0, capsys.readouterr().err
