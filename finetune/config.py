@@ -240,6 +240,8 @@ class Optimizer:
         if self.kind == "gauss-newton" and (self.clip is not None or self.lora_plus is not None):
             wrong = "clip" if self.clip is not None else "lora_plus"
             raise ValueError(f"{wrong} is of gradients; gauss-newton goes along none: set {wrong}: null")
+        if self.kind == "gauss-newton" and (self.betas, self.eps) != (Optimizer.betas, Optimizer.eps):
+            raise ValueError("betas and eps are of averages of gradients, and gauss-newton keeps none; leave them out")
         check_bounds(self, damping=(0, None))
         check_nonzero(self, damping="BᵀB, which begins at 0, could not be inverted; write null for 0.01")
         if self.damping is not None and self.kind not in FACTOR_OPTIMIZERS:
@@ -475,6 +477,8 @@ class TraceRecording:
             value = getattr(self, name)
             if value != "log" and any(step < 0 for step in value):
                 raise ValueError(f"{name} must hold numbers ≥ 0, got {min(value)}")
+        if self.steps != "log" and self.per_doubling != TraceRecording.per_doubling:
+            raise ValueError("per_doubling is of steps: log, and steps lists its own; leave one of them out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -520,6 +524,10 @@ class Tracker:
     online: bool = False
     """Let wandb send its data to its server; else its files stay in the run directory (`wandb sync`). trackio keeps its
     own database on this machine."""
+
+    def __post_init__(self) -> None:
+        if not self.kinds and (self.project, self.online) != (Tracker.project, Tracker.online):
+            raise ValueError("project and online are of trackers, and kinds names none; name one, or leave them out")
 
 
 Value = TypeVar("Value")

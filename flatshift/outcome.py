@@ -270,7 +270,8 @@ def print_sweep_outcome(path: Path, argv: Sequence[str]) -> None:
     curves = analysis.curves
     for curve in curves[:_MAX_VERDICTS]:
         position = f"along {curve.axis}" + (f", {formats.setting(curve.setting)}" if curve.setting else "")
-        means = " → ".join(map(formats.number, np.nanmean(curve.curve.test, axis=0)[:_MAX_MEANS]))
+        columns = [column[np.isfinite(column)] for column in curve.curve.test.T[:_MAX_MEANS]]
+        means = " → ".join(formats.number(column.mean()) if len(column) else "–" for column in columns)
         more = " → …" * (len(curve.curve.values) > _MAX_MEANS)
         rows.append(["verdict", position, f"{curve.verdict.kind} ({means}{more})"])
     if any(curve.verdict.kind == "undecided" for curve in curves) and "--until" not in argv:

@@ -142,9 +142,7 @@ def _build_component(components: list[type], tree: Tree, path: str, origins: Ori
         having = ", ".join(kind_name for kind_name, component in kinds.items() if key in field_names(component))
         location = tree.keys.get(key, tree.location)
         if having and kind is None:
-            raise UserError(
-                f"{location}: {path} is {name} by default, which has no {key!r}; name {path}.kind too ({having})"
-            )
+            raise UserError(f"{location}: without {path}.kind there is no {key!r}; name {path}.kind too ({having})")
         if having:
             owned = f"{path} is {name}, and {key} is a setting of {having}"
             known = suggest_nearest(key, field_names(kinds[name]), path)

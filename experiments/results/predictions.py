@@ -15,6 +15,7 @@ import pyarrow.compute as compute
 import pyarrow.parquet as pq
 
 from flatshift.experiments.statistics.intervals import Interval
+from flatshift.finetune.data.example import document_place
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.bootstrap import ResampledMetric, group_interval, ratio_statistic
 from flatshift.finetune.evaluate.metrics import find_metric
@@ -76,9 +77,12 @@ class Predictions:
         return {row: i for i, row in enumerate(self.table["row"].to_pylist())}
 
     def figures(self, rows: list[int]) -> dict[str, ResampledMetric]:
-        """Return every metric these rows determine, in a form that can be evaluated on any resample of them."""
+        """Return every metric these rows determine, in a form that can be evaluated on any resample of them; of pieces,
+        on any resample of their documents."""
         metrics: dict[str, ResampledMetric] = {}
         table = self.table.take(rows)
+        codes: dict[str, int] = {}
+        documents = [codes.setdefault(document_place(row), len(codes)) for row in table["row"].to_pylist()]
         for name in table.column_names:
             if name in _TEXTS or name.endswith(".count"):
                 continue
@@ -87,6 +91,7 @@ class Predictions:
                 continue
             sums = [column.cast(pa.float64()).to_numpy() for column in columns]
             sums += [np.ones(len(rows))] * (2 - len(sums))
+            sums = [np.bincount(documents, weights=values) for values in sums]
             metrics[name] = ResampledMetric.over(sums, ratio_statistic())
             for exponential, loss in _EXPONENTIALS.items():
                 if loss == name and f"{name}.count" in self:
@@ -198,5 +203,5 @@ def _paired_differences(evaluation: RunEvaluation, base: RunEvaluation) -> dict[
         group = [np.arange(len(shared))]
         interval = group_interval(figures[name], group, base_figures[name], resamples=_RESAMPLES)
         if interval is not None and interval["value"] is not None:
-            differences[name] = Difference(interval["value"], interval["low"], interval["high"], len(shared), True)
+            differences[name] = Difference(interval["value"], interval["low"], interval["high"], interval["n"], True)
     return differences

@@ -249,7 +249,8 @@ class SelectionCheck:
             pass  # rounding, as of a selection of the whole pool
         elif first.predicted > 0:
             warnings.append(
-                "the mean score of the selection is not negative: to first order it moves the pool away from the target"
+                "to first order the selection moves the pool away from the target: the mean of its scores by GOT-D, "
+                "which are negative for what brings the pool nearer, is not negative"
             )
         elif first.realised >= 0:
             warnings.append(

@@ -59,7 +59,7 @@ class Cynical(MethodSettings):
     chance."""
     repeats: int = bounded(1, minimum=1)
     """Maximum number of times that a text may be chosen. Above 1 it is chosen again if that lowers the cross-entropy
-    more than any text not yet chosen, and the budget counts each time."""
+    more than any text not yet chosen. The budget, at most the pool's size, counts each time."""
 
 
 class CynicalSelector(TokenSelector, Cynical):

@@ -70,6 +70,26 @@ def test_a_sweep_ends_with_its_verdict_and_asks_for_more_seeds_where_it_is_undec
     assert commands[0].count("--seeds") == 1
 
 
+def test_a_point_of_a_sweep_without_a_result_is_a_dash(tmp_path: Path, capsys, recwarn) -> None:
+    words = ["classify", *SMALL.split(), "--grid", "data.train.limit=10,20,100000", "--seeds", "1"]
+    assert run(["sweep", *words, "--out", str(tmp_path / "sweep")]) == 1
+    (verdict,) = [line for line in ending(capsys)[0] if line.startswith("verdict")]
+    assert re.search(r"\(\S+ → \S+ → –\)$", verdict)
+    assert not [warning for warning in recwarn if "empty slice" in str(warning.message)]
+
+
+def test_a_change_is_over_documents_and_not_their_pieces(tmp_path: Path, capsys) -> None:
+    rows = [{"text": " ".join(f"word{i * j}" for j in range(12))} for i in range(8)]
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
+    words = ["--data.train.files", str(data), "--data.dev.files", "[]", "--data.test.files", str(data)]
+    words += ["--train.steps", "1", "--train.max_length", "8", "--train.overlong", "split", "--eval.bootstrap", "50"]
+    words += ["--data.checks.copies", "warn", "--train.precision", "fp32", "--data.train.limit", "null"]
+    assert run(["train", "language-model", *words, "--data.test.limit", "null", "--out", str(tmp_path / "run")]) == 0
+    lines, _ = ending(capsys)
+    assert [line.split()[-1] for line in lines if line.startswith("test")][-3:] == ["8", "8", "8"]
+    assert pq.read_metadata(tmp_path / "run/predictions.parquet").num_rows > 16
+
+
 def test_conversations_are_judged_beside_the_backbone_alone(tmp_path: Path, capsys) -> None:
     talks = [[{"role": "user", "content": f"Is it {i}?"}, {"role": "assistant", "content": f"{i}."}] for i in range(60)]
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"messages": turns} for turns in talks])

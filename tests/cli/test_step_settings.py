@@ -89,6 +89,20 @@ def test_what_has_no_pairs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
         assert said in capsys.readouterr().err
 
 
+def test_settings_without_effect_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = {"optimizer.kind": "gauss-newton", "optimizer.clip": "null"}
+    for others, said in (
+        (own | {"optimizer.betas": "[0.5, 0.6]"}, "betas and eps are of averages of gradients"),
+        (own | {"optimizer.eps": 0.5}, "betas and eps are of averages of gradients"),
+        ({"tracker.online": "true"}, "project and online are of trackers, and kinds names none"),
+        ({"record.steps": "[1]", "record.per_doubling": 5}, "per_doubling is of steps: log"),
+        ({"warmup.own": 1, "warmup.task.share": 0.3}, "without warmup.task.kind there is no 'share'"),
+    ):
+        assert run(["train", "classify", "--out", str(tmp_path / "out"), *flags(SMALL | others)]) == 2
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_loss_weighted_by_probability(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first loss is that of the same tokens times their probabilities; evaluation knows no weights."""
     backbone = str(save_backbone("llama", tmp_path / "model", vocab_size=352))
