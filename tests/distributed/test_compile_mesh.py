@@ -64,8 +64,8 @@ def course(engine: Engine, directory: str, kind: str, *, compiled: bool, backend
         RunDirectory.create(Path(directory))
     engine.world.wait()
     run = RunDirectory(Path(directory), writes=engine.is_main)
-    compiled = partial(CompiledBlocks, backend=backend)
-    with mock.patch("flatshift.finetune.train.trainer.CompiledBlocks", compiled):
+    blocks = partial(CompiledBlocks, backend=backend)
+    with mock.patch("flatshift.finetune.train.trainer.CompiledBlocks", blocks):
         Trainer(
             engine,
             PadOnly(),
