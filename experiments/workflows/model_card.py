@@ -86,10 +86,10 @@ def build_card(
         "## Data\n",
         _format_data(recipe, read_json_object(path / "manifest.json", "inputs")["inputs"]),
         "## Licence\n",
-        "- **To fill in:** the licence of this adapter (`license` in the metadata).\n"
-        * (license is None)
-        + f"- **To fill in:** the licence of the backbone {format_code_span(base)}, which this adapter is of no use "
-        "without.\n- **To fill in:** the licence of each file under Data, and who is to be named for it.\n",
+        "- **To fill in:** the licence of this adapter (`license` in the metadata).\n" * (license is None)
+        + f"- **To fill in:** the licence of the backbone {format_code_span(base)}, "
+        + ("which this adapter is of no use without" if form == "adapter" else "whose weights are in these files")
+        + ".\n- **To fill in:** the licence of each file under Data, and who is to be named for it.\n",
     ]
     return "\n".join(parts)
 
@@ -441,6 +441,7 @@ def _usage_code(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, ba
     if task.traits.is_generative:
         lines.append(
             "    answer = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), "
-            f"max_new_tokens={task.max_new_tokens}, do_sample=False, use_cache=True{options})"
+            f"max_new_tokens={task.max_new_tokens}, do_sample=False, "
+            f"use_cache={recipe.adapter.soft_tokens is None}{options})"
         )
     return "\n".join([*lines, use.answer])

@@ -124,7 +124,7 @@ def test_larger_models_than_memory_are_compared_block_by_block(tied: Path, tmp_p
 def test_a_folder_that_answers_otherwise_is_not_written(
     tied: Path, tmp_path: Path, capsys, monkeypatch, wrong: str, message: str
 ) -> None:
-    saved = merging.save_tokenizer
+    saved = folder_check.save_tokenizer
 
     def with_one_matrix(recipe: object, folder: Path, **more: object) -> object:
         tensors = load_file(folder / "model.safetensors")
@@ -133,7 +133,7 @@ def test_a_folder_that_answers_otherwise_is_not_written(
         return saved(recipe, folder, **more)
 
     if wrong == "head":
-        monkeypatch.setattr(merging, "save_tokenizer", with_one_matrix)
+        monkeypatch.setattr(folder_check, "save_tokenizer", with_one_matrix)
     else:
 
         def own(recipe: Recipe, folder: Path, ends: list[int]) -> None:
@@ -142,7 +142,7 @@ def test_a_folder_that_answers_otherwise_is_not_written(
             more = {} if wrong == "end" else {"suppress_tokens": list(range(4, 9999))}
             file.write_text(json.dumps(json.loads(file.read_text()) | more), encoding="utf-8")
 
-        monkeypatch.setattr(merging, "save_generation_settings", own)
+        monkeypatch.setattr(folder_check, "save_generation_settings", own)
     capsys.readouterr()
     assert run(["merge", str(tied), "--out", str(tmp_path / "merged")]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "merged").exists()

@@ -403,6 +403,23 @@ def test_the_cards_own_snippet_loads_the_adapter_in_plain_peft(
     assert said is None or said in labels
 
 
+def test_soft_tokens_leave_with_a_card_that_writes_what_the_run_does(rows: Path, tmp_path: Path, monkeypatch) -> None:
+    files = {f"data.{split}.files": f"[{json.dumps(str(rows))}]" for split in ("train", "test")}
+    task = {"task.kind": "completion", "task.prompt": ASK, "task.max_new_tokens": 5, "task.pack": "false"}
+    own = SMALL | files | task | {"data.checks.copies": "warn", "adapter.soft_tokens": 5, "regularizer.kind": "plain"}
+    out, hub = tmp_path / "run", tmp_path / "hub"
+    assert run(["train", "classify", "--out", str(out), *flags(own)]) == 0
+    assert run(["export", str(out), "--out", str(hub)]) == 0
+    snippet = snippet_of((hub / "README.md").read_text(encoding="utf-8"))
+    monkeypatch.chdir(hub)
+    scope: dict[str, Any] = {}
+    exec(snippet, scope)
+    (tmp_path / "ask.jsonl").write_text(json.dumps({"text": "some text"}) + "\n", encoding="utf-8")
+    written = scope["answer"][0, scope["ids"].shape[1] :]
+    (told,) = predicted(out, tmp_path / "ask.jsonl")
+    assert told["answer"] == scope["tokenizer"].decode(written, skip_special_tokens=True).strip() != ""
+
+
 def test_the_card_is_valid_whole_and_closed(written: Path, classes: Path, rows: Path, tmp_path: Path) -> None:
     for source in (written, classes):
         folder = tmp_path / source.name
