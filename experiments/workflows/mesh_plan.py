@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from flatshift.experiments.data.lengths import find_longest_length
 from flatshift.experiments.data.sources import epochs_to_steps
 from flatshift.experiments.data.splits import prepare_data
 from flatshift.experiments.recipe import load_recipe
@@ -73,21 +74,23 @@ def plan_mesh(
     trained on; by default those of train.steps.
     Raises UserError for an unknown device or model, and if no mesh fits the rows, heads or blocks.
     """
-    resolved, data = load_recipe(recipe, overrides), None
+    resolved, data, longest = load_recipe(recipe, overrides), None, None
     counted = resolved.recipe.train.epochs is None
     is_own = any(not name.startswith(SAMPLE) for name in resolved.recipe.data.train.all_files)
     at_hand = model is None and known_shape(resolved.recipe.backbone) is None
-    if not counted and tokens is None and (is_own or at_hand):
+    if tokens is None and sum((is_own, at_hand, not counted)) > 1:
         rows = prepare_data(resolved.recipe).train
         ragged = ColumnarExamples.of(rows).ragged("input_ids")
         lengths = np.zeros(0) if ragged is None else np.sort(ragged[2])
         resolved = epochs_to_steps(resolved, rows, seed=derive_seed(resolved.recipe.train.seed, FINE_TUNE))
-        own, counted = resolved.recipe, True
+        own, counted, longest = resolved.recipe, True, find_longest_length(rows)
         data = {"rows": len(rows), "tokens": int(lengths.sum()), "by": own.backbone, "updates": own.train.steps}
     settings = resolved.recipe
     backbone, train = model or settings.backbone, settings.train
     cluster = _parse_cluster(gpus, node, link, network, settings.mesh.size)
-    train = _on_device(train, cluster)
+    train = whole = _on_device(train, cluster)
+    if longest is not None and not settings.task.pack:  # rows are padded only to the longest of their batch
+        train = dataclasses.replace(train, max_length=min(train.max_length, longest))
     sizes = read_sizes(backbone, settings.adapter).under(settings.task)
     mesh = dataclasses.replace(settings.mesh, auto=False)
     rules = dataclasses.replace(RuleSettings.of(dataclasses.replace(settings, train=train)), mesh=mesh)
@@ -108,7 +111,8 @@ def plan_mesh(
     total = tokens if tokens is not None else float(best.tokens * train.steps) if counted else None
     if data is not None and total is not None and len(lengths) and not settings.task.pack:
         together = best.train.batch_size // (best.mesh.replicate * best.mesh.dp)
-        total *= _mean_longest(lengths, together) / train.max_length  # a micro-batch is padded to its longest row
+        padded = _mean_longest(lengths, together) / train.max_length
+        data, total = data | {"padded": padded}, total * padded
     is_timed = best.fits and (train.precision != "fp32" or cluster.kind == "cpu") and total is not None
     hours = 0.0 if total is None else total / best.tokens * best.time.total / 3600
     overhead = cached_overhead() if cluster.kind == "cpu" else None
@@ -127,7 +131,7 @@ def plan_mesh(
         "hours": float(f"{hours:.3g}") if is_timed else None,
         "cost": round(hours * cluster.count * price, 2) if price is not None and is_timed else None,
         "best": layouts.index(best),
-        "evaluation": _evaluation_cost(sizes, settings, train, best, cluster.kind),
+        "evaluation": _evaluation_cost(sizes, settings, whole, best, cluster.kind),
         "layouts": [layout.document() for layout in layouts],
         # The least and most that a process of the best layout takes of a CPU's memory; None without a calibration.
         "process_gib": None
@@ -240,6 +244,8 @@ def format_plan(document: dict[str, Any]) -> str:
         if document["data"] is not None:
             files = "; its files have {rows:,} rows of {tokens:,} tokens ({by}), {updates:,} steps"
             duration += files.format(**document["data"])
+            if (share := document["data"].get("padded", 1.0)) < 0.995:
+                duration += f", whose rows are padded to {share:.0%} of the longest, as which the table counts all"
         total = sum(best["seconds"].values()) or 1.0
         parts = sorted(((seconds / total, name) for name, seconds in best["seconds"].items()), reverse=True)
         shares = ", ".join(f"{name} {share:.0%}" for share, name in parts if share >= 0.005)

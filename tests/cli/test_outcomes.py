@@ -194,6 +194,34 @@ def test_a_plan_says_which_machine_was_taken_and_where_it_is_written(tmp_path: P
     assert capsys.readouterr().out.splitlines()[-1] == str(out) and out.is_file()
 
 
+def test_a_plan_of_own_rows_is_the_training_s_whatever_counts_its_steps(tmp_path: Path, capsys) -> None:
+    rows = [{"text": "one two " * (1 + i % 7), "label": ("a", "b")[i % 2]} for i in range(60)]
+    data = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+    words = [
+        "classify",
+        "--data",
+        data,
+        "--train.batch_size",
+        "4",
+        "--train.precision",
+        "fp32",
+        "--train.device",
+        "cpu",
+    ]
+    words += ["--regularizer", "plain", "--train.checkpointing", "none", "--data.checks.copies", "warn"]
+    documents = []
+    for length in (["--train.epochs", "1.5"], ["--train.steps", "17"]):
+        assert run(["plan", *words, *length, "--gpus", "1xCPU", "--json"]) == 0
+        documents.append(json.loads(capsys.readouterr().out))
+    one, two = documents
+    assert one["data"]["updates"] == two["data"]["updates"] == 17 and one["tokens"] == two["tokens"]
+    best = one["layouts"][one["best"]]
+    assert one["hours"] == pytest.approx(17 * best["update_s"] * one["data"]["padded"] / 3600, rel=0.02)
+    assert run(["train", *words, "--train.steps", "1", "--out", str(tmp_path / "run")]) == 0
+    told = re.search(r"([\d.]+) MiB of memory, without libraries", capsys.readouterr().err)
+    assert told is not None and float(told[1]) == pytest.approx(1024 * best["allocated_gib"], abs=6)
+
+
 def test_a_selection_ends_with_its_first_choices(tmp_path: Path, capsys) -> None:
     out = tmp_path / "picked"
     words = "warmup --select.budget 20 --select.pool.limit 200 --select.embedder.dim 16 --select.checks false"
