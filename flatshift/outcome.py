@@ -111,7 +111,9 @@ def print_merge_outcome(path: Path, merged: Path) -> None:
     """Print the next commands for the merged model of the run in `path`."""
     from flatshift.experiments.results.run import read_run
 
-    export = [["flatshift", "export", str(path), "--to", "gguf"]] if _answers_prompts(read_run(path)) else []
+    run = read_run(path)
+    converts = _answers_prompts(run) and run.recipe["task"]["kind"] != "seq2seq"  # T5's needs a spiece.model
+    export = [["flatshift", "export", str(path), "--to", "gguf"]] if converts else []
     print_outcome("", [*export, _push_command(merged, path)])
 
 

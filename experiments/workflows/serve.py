@@ -255,6 +255,8 @@ def _host_name(address: str | None) -> str | None:
         return None
 
 
+_POSTED = {"/v1/chat/completions": True, "/v1/completions": False}
+"""Paths that take POST, and whether they are conversations."""
 _LEFT = (ConnectionError, TimeoutError)
 """Errors of a client that has left, or takes too long."""
 
@@ -351,6 +353,8 @@ class RequestHandler(BaseHTTPRequestHandler):
         }
         if path == "/v1/models":
             return self._answer({"object": "list", "data": list(models.values())})
+        if path in _POSTED:
+            raise RefusalError(HTTPStatus.METHOD_NOT_ALLOWED, f"{path} takes POST")
         name = path.removeprefix("/v1/models/")
         if name == path:
             raise RefusalError(HTTPStatus.NOT_FOUND, f"no such path: {path[:200]}; there is /v1/models")
@@ -360,7 +364,7 @@ class RequestHandler(BaseHTTPRequestHandler):
 
     def _post(self) -> None:
         path = self.path.partition("?")[0].rstrip("/")
-        chat = {"/v1/chat/completions": True, "/v1/completions": False}.get(path)
+        chat = _POSTED.get(path)
         if chat is None:
             raise RefusalError(HTTPStatus.NOT_FOUND, f"no such path: {path[:200]}; POST /v1/chat/completions")
         if self.headers.get_content_type() != "application/json":
@@ -539,7 +543,7 @@ class RequestHandler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer a request that is no HTTP, or of an unknown method."""
         self.close_connection = True
-        status = HTTPStatus(code)
+        status = HTTPStatus(405 if code == 501 else code)  # http.server's for a method that it does not know
         self._refuse(status, (message or status.phrase)[:200])
 
     def version_string(self) -> str:

@@ -332,6 +332,9 @@ def test_a_foreign_page_gets_no_answer(server: Server) -> None:
         ({"Content_Type": "application/json; charset=utf-8"}, 200),
     ):
         assert ask(server, "POST", TEXT, body, **headers)[0] == code, headers
+    for method, path in (("GET", CHAT), ("GET", TEXT), ("PUT", CHAT), ("DELETE", "/v1/models")):
+        status, text = ask(server, method, path)
+        assert (status, json.loads(text)["error"]["type"]) == (405, "invalid_request_error")
     assert ask(server, "GET", "/v1/models", Host="evil.example")[0] == 403
     assert ask(server, "OPTIONS", TEXT, Origin="https://evil.example")[0] == 403
     assert ask(server, "OPTIONS", TEXT, Origin="http://localhost:3000")[0] == 204
