@@ -22,7 +22,7 @@ from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.workflows import folder_check
 from flatshift.experiments.workflows.export import merge_into, require_mergeable, write_merged
-from flatshift.experiments.workflows.model_card import build_card
+from flatshift.experiments.workflows.model_card import build_card, run_title
 from flatshift.experiments.workflows.run_parts import check_generative
 from flatshift.finetune.atomic import read_json_object, write_json, write_text
 from flatshift.finetune.data.encoding import SpecialTokens, get_end_token
@@ -97,8 +97,9 @@ def _export_gguf(
     outtype: Outtype,
     checkout: Path | None,
 ) -> dict[str, Any]:
-    recipe, folder, exact = run.recipe, out / "merged", outtype == "f32"
-    folder.mkdir()
+    recipe, exact = run.recipe, outtype == "f32"
+    folder = out / "merged" / run_title(run.path.resolve())  # the converter takes the model's name from its directory
+    folder.mkdir(parents=True)
     merged = write_merged(folder, run, "float32" if outtype in ("f32", "q8_0") else "auto")
     ends = list(dict.fromkeys([*run.trained_ends, *run.ends]))
     _keep_sentencepiece(recipe, folder)
@@ -123,7 +124,7 @@ def _export_gguf(
     _, comparison = folder_check.compare_folder(
         run, expected, [folder_check.Folder(folder, merged.exact), folder_check.Folder(out, exact, gguf=gguf)]
     )
-    shutil.rmtree(folder)
+    shutil.rmtree(folder.parent)
     return {"adapter": adapter, **llama, "compared": comparison}
 
 

