@@ -24,16 +24,8 @@ from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin,
 import tyro
 from tyro import constructors
 
-from flatshift.experiments.recipe import from_override, gallery_recipes, refuse_contradictions, shipped_recipes
+from flatshift.experiments.recipe import from_override, gallery_recipes, refuse_contradictions, schema, shipped_recipes
 from flatshift.experiments.recipe.json_schema import field_docs
-from flatshift.experiments.recipe.schema import (
-    Recipe,
-    dotted_keys,
-    find_keys_ending_with,
-    hint_options,
-    list_keys,
-    split_key,
-)
 from flatshift.experiments.recipe.tree import kinds_first
 from flatshift.experiments.run.console import pause_heartbeat
 from flatshift.finetune.config import MAX_LENGTH
@@ -43,7 +35,7 @@ from flatshift.finetune.models.quantize import check_available
 from flatshift.finetune.planner.rules import RuleSettings, check_settings
 from flatshift.finetune.redaction import hide_secrets
 
-_RECIPE_KEYS = {field.name for field in dataclasses.fields(Recipe)}
+_RECIPE_KEYS = {field.name for field in dataclasses.fields(schema.Recipe)}
 _OTHER_NAMES = {"model": "backbone", "model_name_or_path": "backbone", "learning_rate": "optimizer.lr"}
 """Flags of other tools, and what is one here."""
 _SEED = (0, 2**63 - 1)
@@ -129,10 +121,12 @@ def _split_recipe_keys(argv: list[str], flags: type) -> tuple[list[str], list[tu
         key = name.replace("-", "_")
         is_flag = token.startswith("--") and key not in flag_names
         if not is_flag or ("." not in key and key not in _RECIPE_KEYS):
-            near = [_OTHER_NAMES[key]] if key in _OTHER_NAMES else find_keys_ending_with(key)
+            near = [_OTHER_NAMES[key]] if key in _OTHER_NAMES else schema.find_keys_ending_with(key)
             if is_flag and not near and not difflib.get_close_matches(key, flag_names):
-                last = difflib.get_close_matches(key, [name.rpartition(".")[2] for name in dotted_keys()], 1, 0.85)
-                near = find_keys_ending_with(last[0]) if last else []
+                last = difflib.get_close_matches(
+                    key, [name.rpartition(".")[2] for name in schema.dotted_keys()], 1, 0.85
+                )
+                near = schema.find_keys_ending_with(last[0]) if last else []
             if is_flag and near:
                 listed = " or ".join(f"`--{near_key}`" for near_key in near[:3])
                 raise UserError(f"--{name} is no flag of this command; did you mean {listed}?")
@@ -146,7 +140,7 @@ def _split_recipe_keys(argv: list[str], flags: type) -> tuple[list[str], list[tu
             if not tokens:
                 raise UserError(f"--{name} needs a value")
             value = tokens.popleft()
-            if split_key(name)[1] in list_keys() and not value.startswith(("[", "-")):
+            if schema.split_key(name)[1] in schema.list_keys() and not value.startswith(("[", "-")):
                 more = list(itertools.takewhile(lambda word: not word.startswith("-"), tokens))
                 if more and not _names_positional(words, flags) and _may_be_positional(more[-1], argv, flags):
                     more = more[:-1]
@@ -154,7 +148,7 @@ def _split_recipe_keys(argv: list[str], flags: type) -> tuple[list[str], list[tu
                     value = f"[{', '.join(map(_list_item, (value, *more)))}]"
                 for _ in more:
                     tokens.popleft()
-        settings.append((".".join(split_key(name)[0]), f"--{name}", value))
+        settings.append((".".join(schema.split_key(name)[0]), f"--{name}", value))
         after_key = True
     return words, settings
 
@@ -275,7 +269,7 @@ def _describe_flags(info: constructors.StructTypeInfo) -> constructors.StructCon
 def _name_value(name: str, hint: Any, *, required: bool) -> str | None:
     """Return `NAME...` or `[NAME]` for a positional argument, and `INT` or `{a,b}` for the value of a flag."""
     marks = [str(mark) for mark in getattr(hint, "__metadata__", ())]
-    kind = hint_options(get_args(hint)[0] if marks else hint)[0]
+    kind = schema.hint_options(get_args(hint)[0] if marks else hint)[0]
     several = get_origin(kind) is tuple
     item = get_args(kind)[0] if several else kind
     if item is bool:
@@ -392,7 +386,7 @@ def _parser_message(text: str, kinds: dict[str, set[Any]]) -> str:
     return message[:1].lower() + shorten(message[1:], 160) + (f" (did you mean {near}?)" if near else "")
 
 
-def spawn_ranks(command: str, argv: list[str], recipe: Recipe, run: Path) -> int:
+def spawn_ranks(command: str, argv: list[str], recipe: schema.Recipe, run: Path) -> int:
     """Run the same command line again, as the ranks of the recipe's mesh."""
     check_settings(RuleSettings.of(recipe))
     check_available(recipe.train.quantization)

@@ -25,14 +25,9 @@ from flatshift.experiments.recipe.build import build_settings
 from flatshift.experiments.recipe.schema import short_hash
 from flatshift.experiments.recipe.tree import Branch, parse_file
 from flatshift.experiments.run.console import Console
+from flatshift.experiments.workflows import run_parts
 from flatshift.experiments.workflows.evaluation_target import AdapterSwitcher, EvaluationTarget, resolve_subjects
 from flatshift.experiments.workflows.predict import Predictor
-from flatshift.experiments.workflows.run_parts import (
-    check_generative,
-    lock_new_output,
-    read_finished_recipe,
-    to_single_process,
-)
 from flatshift.finetune.atomic import atomic_directory, write_json
 from flatshift.finetune.compute.numerics import cpu_threads, evaluation_mode
 from flatshift.finetune.data.config import Columns
@@ -40,16 +35,10 @@ from flatshift.finetune.data.encoding import decode_answer, get_end_token
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.rows import Row, read_rows, require_rows
 from flatshift.finetune.errors import UserError
+from flatshift.finetune.evaluate import probes
 from flatshift.finetune.evaluate.bootstrap import ResampledMetric, ratio_statistic
 from flatshift.finetune.evaluate.generation import Decoding, continue_prompts
 from flatshift.finetune.evaluate.metrics import metric_functions
-from flatshift.finetune.evaluate.probes import (
-    WordListProbe,
-    fill_templates,
-    measure_association,
-    measure_cooccurrence,
-    shipped_probes,
-)
 from flatshift.finetune.evaluate.sandbox import check_sandbox_available, run_programs
 from flatshift.finetune.evaluate.text import score_texts
 from flatshift.finetune.evaluate.text_metrics import pass_at_k
@@ -151,7 +140,7 @@ def write_samples(
 
     name, digest: of the model and its weights, as the key of saved texts. console: shows the progress.
     """
-    check_generative(task)
+    run_parts.check_generative(task)
     if task.traits.encoder_decoder:
         raise UserError(f"{name}: --samples continues prompts, and task.kind: {task.kind} has an encoder; use generate")
     questions, _ = task.input_format.build_prompts(rows, tokenizer)
@@ -229,7 +218,7 @@ def _get_test(row: Row) -> str:
 
 def _open_classifier(sampling: Sampling) -> Path:
     path = Path(str(sampling.toxicity))
-    recipe = to_single_process(read_finished_recipe(path))
+    recipe = run_parts.to_single_process(run_parts.read_finished_recipe(path))
     names, _ = read_label_record(recipe, path)
     if not recipe.task.one_class or names is None or sampling.toxic not in names:
         known = "no classes" if names is None else f"the classes {', '.join(names)}"
@@ -270,18 +259,20 @@ NOTES = (
 )
 
 
-def read_probe(name: str) -> WordListProbe:
+def read_probe(name: str) -> probes.WordListProbe:
     """Read a probe from a file, or a shipped one by name. Raises UserError with file:line."""
-    path = shipped_probes().get(name, Path(name))
+    path = probes.shipped_probes().get(name, Path(name))
     if not path.is_file():
-        raise UserError(f"--probe: {name} is no file and none of the shipped probes ({', '.join(shipped_probes())})")
-    probe: WordListProbe = build_settings(WordListProbe, parse_file(path))
+        raise UserError(
+            f"--probe: {name} is no file and none of the shipped probes ({', '.join(probes.shipped_probes())})"
+        )
+    probe: probes.WordListProbe = build_settings(probes.WordListProbe, parse_file(path))
     return probe
 
 
 def probe_models(
     names: Sequence[str],
-    probe: WordListProbe,
+    probe: probes.WordListProbe,
     *,
     sampling: Sampling | None = None,
     data: Sequence[str] = (),
@@ -302,14 +293,14 @@ def probe_models(
         raise UserError("this probe has no templates; give --samples N to continue its prompts, or --data FILE")
     if sampling is not None and not probe.prompts:
         raise UserError("this probe has no prompts for --samples to continue; add `prompts` with {group}")
-    with lock_new_output(out):
+    with run_parts.lock_new_output(out):
         console = Console(quiet=quiet)
         document: dict[str, Any] = {"models": {}, "notes": list(NOTES), "review": probe.review, "command": command}
         if data:
             rows = require_rows(
                 read_rows(data, columns=Columns(id="\0"), required=("text",)), files=data, purpose="text"
             )
-            document["data"] = measure_cooccurrence(probe, [row.values["text"] for row in rows])
+            document["data"] = probes.measure_cooccurrence(probe, [row.values["text"] for row in rows])
         saved = SavedSamples.beside(out)
         models, generations = AdapterSwitcher(), []
         for subject in resolve_subjects(names, overrides, True, console):
@@ -328,7 +319,7 @@ def probe_models(
 
 def _probe_model(
     subject: EvaluationTarget,
-    probe: WordListProbe,
+    probe: probes.WordListProbe,
     sampling: Sampling | None,
     saved: SavedSamples,
     models: AdapterSwitcher,
@@ -344,13 +335,13 @@ def _probe_model(
     inference = EvalBatching.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=device)
     results: dict[str, Any] = {}
     if probe.templates:
-        sentences, keys = fill_templates(probe)
+        sentences, keys = probes.fill_templates(probe)
         with evaluation_mode(model):
             counts = score_texts(
                 model, tokenizer, sentences, inference, task=task, window=recipe.train.max_length, overlap=1,
                 locations=[f"sentence {i}" for i in range(len(sentences))],
             )  # fmt: skip
-        results["association"] = measure_association(probe, keys, counts.nats)
+        results["association"] = probes.measure_association(probe, keys, counts.nats)
     if sampling is None:
         return results, []
     words = [word for group in probe.groups.values() for word in group]
@@ -361,7 +352,7 @@ def _probe_model(
         console=console,
     )  # fmt: skip
     whole = [row.values["text"] + text for row, samples in zip(rows, texts, strict=True) for text in samples]
-    results["cooccurrence"] = measure_cooccurrence(probe, whole)
+    results["cooccurrence"] = probes.measure_cooccurrence(probe, whole)
     return results, build_generation_records(subject.name, rows, texts)
 
 

@@ -43,6 +43,7 @@ from flatshift.experiments.select.select import select_into
 from flatshift.experiments.select.target import check_target, read_target
 from flatshift.experiments.workflows import build, run_parts
 from flatshift.experiments.workflows.context import OpenStage, RunContext, StagePlan, open_stage, run_context
+from flatshift.finetune import run_directory
 from flatshift.finetune.atomic import fsync_directory, read_json_object, write_json, write_text
 from flatshift.finetune.data.encoding import find_end_tokens
 from flatshift.finetune.data.files import describe_files
@@ -55,13 +56,6 @@ from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.planner.rules import RuleSettings, check_settings
-from flatshift.finetune.run_directory import (
-    RunDirectory,
-    add_provenance,
-    check_replaceable,
-    disk_full_interrupts,
-    resume_command,
-)
 from flatshift.finetune.seeds import derive_seed
 from flatshift.finetune.train.schedule import learning_rate
 
@@ -83,7 +77,7 @@ def train(
         world = stack.enter_context(_join_mesh(resolved.recipe, path=out))
         stack.enter_context(exclusive_lock(out) if world.is_main else nullcontext())
         if world.is_main:
-            check_replaceable(out, resumable=True)
+            run_directory.check_replaceable(out, resumable=True)
         # All input errors are found before the directory exists.
         resolved = resolve_auto(resolved, log=notes.append)
         recipe = resolved.recipe
@@ -111,7 +105,7 @@ def train(
         manifest = _build_manifest(recipe, prepared)
         if world.is_main:
             manifest["backbone"] = open_backbone(recipe.backbone).record
-            RunDirectory.create(
+            run_directory.RunDirectory.create(
                 out, recipe_yaml=resolved.to_yaml(), manifest=manifest, texts=read_template_file(recipe)
             )
         world.wait()
@@ -127,8 +121,8 @@ def train(
 
 def _open_run(
     path: Path, world: ProcessMesh, quiet: bool, verbose: bool, notes: Sequence[str]
-) -> tuple[RunDirectory, Console]:
-    run = RunDirectory(path, writes=world.is_main)
+) -> tuple[run_directory.RunDirectory, Console]:
+    run = run_directory.RunDirectory(path, writes=world.is_main)
     console = Console(quiet=quiet or not world.is_main, verbose=verbose, log=run.log)
     for line in notes:
         console.say(line)
@@ -193,7 +187,7 @@ def resume(
         if world.is_main:
             if resume_recipe(path, overrides).recipe != requested.recipe:
                 raise UserError(f"{path} was changed by another command this moment; run this one again")
-            RunDirectory.open(path)  # repairs files that a killed process left truncated
+            run_directory.RunDirectory.open(path)  # repairs files that a killed process left truncated
         world.wait()
         run_parts.check_steps_not_reduced(path, recipe.train.steps)
         run, console = _open_run(path, world, quiet, verbose, notes)
@@ -213,7 +207,7 @@ def resume(
             (path / DONE).unlink(missing_ok=True)  # it certifies a finished run
             fsync_directory(path)  # before any file that it lists changes
             write_text(path / "recipe.resolved.yaml", resolved.to_yaml())
-            add_provenance(path)
+            run_directory.add_provenance(path)
         world.wait()
         prepared = prepare_data(recipe)
         if world.is_main and recipe.task != before.task:  # the classes to be ranked
@@ -266,8 +260,8 @@ def _select(context: RunContext) -> None:
         # Steps and mesh may change on resume, so the whole recipe cannot identify the selection.
         identity = yaml.safe_dump({"seed": recipe.train.seed, "select": dataclasses.asdict(recipe.select)})
         with (
-            disk_full_interrupts(f"selecting into {directory}"),
-            open_resumable(directory, identity, command=f"`{resume_command(context.run.path)}`") as work,
+            run_directory.disk_full_interrupts(f"selecting into {directory}"),
+            open_resumable(directory, identity, command=f"`{run_directory.resume_command(context.run.path)}`") as work,
         ):
             if finished is None:
                 select_into(recipe, work.directory, context.console, state=work.state)

@@ -25,15 +25,7 @@ from torch import Tensor, nn
 
 from flatshift.regularizers.mesh import Placement
 
-from ..adapters.adapter import (
-    copy_tensors,
-    load_adapter,
-    read_adapter,
-    save_adapter,
-    shared_lora,
-    trainable,
-    write_adapter,
-)
+from ..adapters import adapter
 from ..atomic import make_directory
 from ..compute.attention import drop_sample_offsets
 from ..compute.capabilities import copy_to_device
@@ -98,7 +90,7 @@ class Engine:
         self.layout = layout or TensorParallelLayout()
         self.sharding, self.runner, self.tokens = sharding, runner, tokens
         self.routed = RoutedModules(model) if world.width(*TOKENS) > 1 else None
-        self.parameters: dict[str, nn.Parameter] = trainable(model)
+        self.parameters: dict[str, nn.Parameter] = adapter.trainable(model)
         """This rank's trained parameters (or its parts of them) by canonical name."""
         self.loss_scale = 1.0
         """Factor by which the gradients of `forward_backward` exceed the true ones
@@ -350,7 +342,7 @@ class Engine:
         """Copy this rank's part of each full tensor; names and shapes must agree over the mesh, else UserError that
         starts with `context`."""
         if self.world.size == 1:
-            return copy_tensors(wholes, tensors, context=context)
+            return adapter.copy_tensors(wholes, tensors, context=context)
         self.reshard()
         if odd := sorted(self._merge(dict.fromkeys(tensors), "pp").keys() ^ wholes.keys()):
             raise UserError(
@@ -398,7 +390,7 @@ class Engine:
     def save_adapter(self, directory: Path) -> None:
         """Write the adapter as plain PEFT, re-opened and compared; on a mesh collective, written by the main rank."""
         if self.world.size == 1:
-            save_adapter(self.model, directory)
+            adapter.save_adapter(self.model, directory)
             return
         folder = directory.with_name(f".{directory.name}.parts.tmp")
         self.save_parts(folder, {"adapter": self.parameters})
@@ -407,7 +399,7 @@ class Engine:
                 joined = folder / "joined"
                 join_parts(sorted(folder.glob("*.safetensors")), joined)
                 tensors = {name.removeprefix("adapter/"): tensor for name, tensor in load_file(joined).items()}
-                write_adapter(self.peft, tensors, directory)
+                adapter.write_adapter(self.peft, tensors, directory)
             finally:
                 shutil.rmtree(folder)
         self.world.wait()
@@ -415,12 +407,12 @@ class Engine:
     def load_adapter(self, directory: Path, *, partial: bool = False) -> None:
         """Restore a saved adapter exactly (`flatshift.finetune.adapters.adapter.load_adapter`), each rank its part."""
         if self.world.size == 1:
-            load_adapter(self.model, directory, partial=partial)
+            adapter.load_adapter(self.model, directory, partial=partial)
             return
-        source, target = read_adapter(directory), dict[str, Tensor](self.parameters)
+        source, target = adapter.read_adapter(directory), dict[str, Tensor](self.parameters)
         if partial:
             present = self._merge(dict.fromkeys(target), "pp")
-            source, target = shared_lora(source, target, present=present)
+            source, target = adapter.shared_lora(source, target, present=present)
         self.load_full_tensors(source, target, context=str(directory))
 
     @property
@@ -448,9 +440,9 @@ class RoutedModules:
             for container in block.modules():
                 is_list = isinstance(container, nn.ModuleList | nn.ModuleDict)
                 if is_list and "expert" in names[container].rpartition(".")[2]:
-                    members += [member for member in container.children() if trainable(member)]
+                    members += [member for member in container.children() if adapter.trainable(member)]
             for member in members:
-                self._parameters[member] = [f"{names[member]}.{name}" for name in trainable(member)]
+                self._parameters[member] = [f"{names[member]}.{name}" for name in adapter.trainable(member)]
                 member.register_forward_pre_hook(self._note_call)
             if members:
                 block.register_forward_pre_hook(lambda *_, own=members: self._in_pass.difference_update(own))
@@ -467,7 +459,7 @@ class RoutedModules:
             return output
         first = output if isinstance(output, Tensor) else output[0]
         for member in left_out:
-            for parameter in trainable(member).values():
+            for parameter in adapter.trainable(member).values():
                 first = first + (parameter.sum() * 0.0).to(first.dtype)
         return first if isinstance(output, Tensor) else (first, *output[1:])
 
