@@ -501,7 +501,7 @@ class Evaluate:
     head or soft tokens are new."""
     answers: int = 2
     """First rows of test (else dev) that the trained model answers at the end of a run on one process, printed next to
-    the rows' own answers: greedy, at most `task.max_new_tokens` tokens. For tasks that answer a prompt; 0: none."""
+    the rows' own answers: greedy, at most 64 tokens. For tasks that answer a prompt; 0: none."""
 
     def __post_init__(self) -> None:
         check_bounds(self, batch_size=(1, None), train_limit=(0, None), cold=(0, None), answers=(0, None))
@@ -524,10 +524,6 @@ class Tracker:
     online: bool = False
     """Let wandb send its data to its server; else its files stay in the run directory (`wandb sync`). trackio keeps its
     own database on this machine."""
-
-    def __post_init__(self) -> None:
-        if not self.kinds and (self.project, self.online) != (Tracker.project, Tracker.online):
-            raise ValueError("project and online are of trackers, and kinds names none; name one, or leave them out")
 
 
 Value = TypeVar("Value")

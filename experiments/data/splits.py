@@ -177,15 +177,14 @@ def sample_split_warning(recipe: Recipe) -> list[str]:
 
 
 def missing_class_notes(prepared: PreparedData) -> list[str]:
-    """Return a note for each split that has no row of some class; none for a split of more than 100,000 rows."""
-    names, notes = prepared.label_names or (), []
+    """Return a note for each split that has no row of some class."""
+    names, notes = prepared.label_names, []
     for split, effect in (("train", "cannot be learned"), ("dev", "are not measured"), ("test", "are not measured")):
-        examples = getattr(prepared, split) if len(getattr(prepared, split)) <= 100_000 else ()
-        classes = {example.labels for example in examples if isinstance(example.labels, int)}
-        missing = [name for index, name in enumerate(names) if classes and index not in classes]
-        if missing:
-            few = f"{len(missing):,} of {len(names):,} classes"
-            notes.append(f"{split}: no row of {few}, which {effect} (first {missing[0]!r})")
+        if names is not None and (examples := getattr(prepared, split)):
+            missing = [name for name, count in class_counts(ColumnarExamples.of(examples), names).items() if not count]
+            if 0 < len(missing) < len(names):
+                few = f"{len(missing):,} of {len(names):,} classes"
+                notes.append(f"{split}: no row of {few}, which {effect} (first {missing[0]!r})")
     return notes
 
 

@@ -24,7 +24,7 @@ from flatshift.finetune.atomic import read_json_object
 from flatshift.finetune.data.config import Columns, Data
 from flatshift.finetune.data.files import describe_files
 from flatshift.finetune.data.rows import Row, limit_rows
-from flatshift.finetune.errors import UserError
+from flatshift.finetune.errors import UserError, is_remote
 from flatshift.finetune.seeds import derive_seed
 
 
@@ -110,7 +110,7 @@ def check_target(recipe: Recipe, skipped: Sequence[str]) -> None:
         record = read_json_object(Path(spec.from_) / "manifest.json", "selection").get("target")
         named = zip(("text", "text2", "label"), _key_columns(data.columns), _key_columns(Columns()), strict=True)
         words = [f"--data.columns.{key} {shlex.quote(name)}" for key, name, usual in named if name != usual]
-        files = [min(name, os.path.relpath(name), key=len) for name in data.train.all_files]
+        files = [n if is_remote(n) else min(n, os.path.relpath(n), key=len) for n in data.train.all_files]
         words = ["--target", *map(shlex.quote, files), *words, f"--data.holdout {data.holdout:g}"]
         cure = f"select again with {' '.join(words)}, which sets the same rows apart"
     if not record:

@@ -25,7 +25,7 @@ from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.example import IGNORE, Example
 from flatshift.finetune.data.rows import Row, limit_rows
 from flatshift.finetune.digests import adapter_digest, record_digest
-from flatshift.finetune.errors import shorten
+from flatshift.finetune.errors import Interrupted, first_error_line, shorten
 from flatshift.finetune.evaluate.answers import prompt_tokens, sample_answers
 from flatshift.finetune.evaluate.evaluator import evaluate
 from flatshift.finetune.evaluate.metrics import find_metric
@@ -111,14 +111,28 @@ def evaluate_split(
 
 
 def _sample_answers(
-    recipe: Recipe, engine: Engine, tokenizer: Any, examples: Sequence[Example], count: int, *, watch: Watch
+    recipe: Recipe,
+    engine: Engine,
+    tokenizer: Any,
+    examples: Sequence[Example],
+    count: int,
+    *,
+    watch: Watch,
+    log: Callable[[str], None],
 ) -> dict[str, list[str | None]]:
+    """Return the columns of `sample_answers`; none, with a note, where the model fails to generate: a run's metrics do
+    not depend on it."""
     inference = EvalBatching.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=engine.device)
-    with watch("answering", min(count, len(examples))) as heartbeat, evaluation_mode(engine.eval_model):
-        return sample_answers(
-            engine.eval_model, tokenizer, examples, dataclasses.replace(inference, heartbeat=heartbeat), count=count,
-            max_new_tokens=recipe.task.max_new_tokens, num_beams=recipe.task.num_beams or 1,
-        )  # fmt: skip
+    limits = {"max_new_tokens": min(recipe.task.max_new_tokens, _MAX_TOKENS), "num_beams": recipe.task.num_beams or 1}
+    try:
+        with watch("answering", min(count, len(examples))) as heartbeat, evaluation_mode(engine.eval_model):
+            batching = dataclasses.replace(inference, heartbeat=heartbeat)
+            return sample_answers(engine.eval_model, tokenizer, examples, batching, count=count, **limits)
+    except Interrupted:
+        raise
+    except Exception as error:
+        log(f"no answers are shown, as generating them failed: {first_error_line(error)}")
+        return {}
 
 
 def _format_answers(
@@ -171,15 +185,16 @@ def evaluate_splits(
                 recipe, engine, tokenizer, examples, task=recipe.task, split=split, label_names=prepared.label_names,
                 watch=watch, columns=columns,
             )  # fmt: skip
-            if shown and "answer" not in columns:
-                columns |= _sample_answers(recipe, engine, tokenizer, examples, shown, watch=watch)
             table = None
             if predictions is not None and split != "train" and engine.is_main:
                 rows = iter_source_rows(recipe.data, recipe.task, files[split], [], skipped=[])
-                texts = describe_examples(recipe, examples, tokenizer, rows)
-                table = build_predictions_table(split, columns | {"text": texts})
+                columns["text"] = describe_examples(recipe, examples, tokenizer, rows)
+                table = build_predictions_table(split, columns)
             if finished is not None:
                 finished.add(split, result[split], table)
+            if shown and recipe.task.score != "generate":
+                columns |= _sample_answers(recipe, engine, tokenizer, examples, shown, watch=watch, log=console.say)
+                table = None if table is None else build_predictions_table(split, columns)
         console.say(f"{split}: {', '.join(format_metrics(result[split]))}")
         if "answer" in columns:
             for line in _format_answers(columns, examples, tokenizer, shown, split):
@@ -254,7 +269,7 @@ class FinishedSplits:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-MAX_TEXTS, _MAX_CHARACTERS, _MAX_ANSWER = 2000, 600, 150
+MAX_TEXTS, _MAX_CHARACTERS, _MAX_ANSWER, _MAX_TOKENS = 2000, 600, 150, 64
 """Rows of a split whose text is stored with their predictions, and characters of each text."""
 
 

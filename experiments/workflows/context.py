@@ -314,7 +314,7 @@ def _report_plan(
             steps = train.steps - before
             count = ("one step" if steps == 1 else f"{steps:,} steps") + (f" after {before:,}" if before else "")
             step, total = (format_duration(n * planned.seconds) for n in (1, steps))
-            few = 0 if before else int(_SHORT_RUN_S / planned.seconds)
+            few = 0 if before or plan.name != FINE_TUNE else int(_SHORT_RUN_S / planned.seconds)
             fitting = f"; --train.steps {few} would take {_SHORT_RUN_S // 60} minutes" if 0 < few < steps else ""
             time_lines = [f"  about {total}: {count} of {step}, {basis}{fitting}"]
             if waited > _BUSY and not cuda and steps * planned.seconds > _LONG_S:

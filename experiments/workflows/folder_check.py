@@ -226,12 +226,14 @@ def judge_difference(dtype: str, comparison: Mapping[str, Any], *, numbers: bool
     share = comparison["max_logit_difference"] / (comparison["largest_logit"] or 1.0)
     kind = "token" if comparison["other_labels"] is None else "class"
     same = f"the likeliest {kind} is the same at {comparison['same_tokens']} of {comparison['places']} places"
-    is_same = comparison["same_tokens"] >= _USUAL_SAME * comparison["places"]
+    others = comparison["places"] - comparison["same_tokens"]
+    if others > max(1, (1 - _USUAL_SAME) * comparison["places"]):
+        same += f", where {_USUAL_SAME:.1%} are usual"
+    elif share <= usual:
+        return f"usual for {dtype}: {share:.2g} of the largest logit, where rounding gives up to {usual:g}; {same}"
     return (
-        f"{'' if share <= usual else 'more than '}usual for {dtype}: {share:.2g} of the largest logit, where rounding "
-        f"gives up to {usual:g}; {same}"
-        + ("" if is_same else f", where {_USUAL_SAME:.1%} are usual")
-        + ("" if is_same and share <= usual else f"; evaluate the merged model before you use it{cure}")
+        f"more than usual for {dtype}: {share:.2g} of the largest logit, where rounding gives up to {usual:g}; {same}; "
+        f"evaluate the merged model before you use it{cure}"
     )
 
 

@@ -5,6 +5,7 @@ flatshift plan language-model --model llama-3.1-70b --gpus 64xH100-80 --train.ma
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,8 +23,9 @@ from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.workflows.run_parts import FINE_TUNE
 from flatshift.finetune.config import Precision, Train
 from flatshift.finetune.data.columns import ColumnarExamples
-from flatshift.finetune.data.formats import SAMPLE
-from flatshift.finetune.errors import UserError
+from flatshift.finetune.data.example import Example
+from flatshift.finetune.data.formats import HUB, SAMPLE
+from flatshift.finetune.errors import UserError, is_remote
 from flatshift.finetune.figures import format_bytes, format_duration
 from flatshift.finetune.models.backbone import check_architecture, check_task
 from flatshift.finetune.planner.calibration import cached_overhead, calibrate
@@ -78,8 +80,14 @@ def plan_mesh(
     counted = resolved.recipe.train.epochs is None
     is_own = any(not name.startswith(SAMPLE) for name in resolved.recipe.data.train.all_files)
     at_hand = model is None and known_shape(resolved.recipe.backbone) is None
-    if tokens is None and sum((is_own, at_hand, not counted)) > 1:
+    here = not any(is_remote(name) or name.startswith(HUB) for name in resolved.recipe.data.train.all_files)
+    rows: Sequence[Example] = ()
+    if tokens is None and not counted and (is_own or at_hand):
         rows = prepare_data(resolved.recipe).train
+    elif tokens is None and is_own and at_hand and here:
+        with contextlib.suppress(UserError):  # else rows of max_length: files or weights may be where it will train
+            rows = prepare_data(resolved.recipe).train
+    if len(rows):
         ragged = ColumnarExamples.of(rows).ragged("input_ids")
         lengths = np.zeros(0) if ragged is None else np.sort(ragged[2])
         resolved = epochs_to_steps(resolved, rows, seed=derive_seed(resolved.recipe.train.seed, FINE_TUNE))
@@ -89,7 +97,8 @@ def plan_mesh(
     backbone, train = model or settings.backbone, settings.train
     cluster = _parse_cluster(gpus, node, link, network, settings.mesh.size)
     train = whole = _on_device(train, cluster)
-    if longest is not None and not settings.task.pack:  # rows are padded only to the longest of their batch
+    is_padded = not (settings.task.pack or train.compile or settings.warmup)
+    if longest is not None and is_padded:  # rows are padded only to the longest of their batch
         train = dataclasses.replace(train, max_length=min(train.max_length, longest))
     sizes = read_sizes(backbone, settings.adapter).under(settings.task)
     mesh = dataclasses.replace(settings.mesh, auto=False)
@@ -109,7 +118,7 @@ def plan_mesh(
         best = best_layout(layouts)
     _check_task(backbone, sizes.kind, settings)
     total = tokens if tokens is not None else float(best.tokens * train.steps) if counted else None
-    if data is not None and total is not None and len(lengths) and not settings.task.pack:
+    if data is not None and total is not None and len(lengths) and is_padded:
         together = best.train.batch_size // (best.mesh.replicate * best.mesh.dp)
         padded = _mean_longest(lengths, together) / train.max_length
         data, total = data | {"padded": padded}, total * padded

@@ -32,7 +32,7 @@ from flatshift.finetune.atomic import atomic_file, read_json_object, write_json
 from flatshift.finetune.compute.numerics import cpu_threads, evaluation_mode
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.files import describe_files
-from flatshift.finetune.data.rows import Row, read_canonical_values, read_rows
+from flatshift.finetune.data.rows import Row, missing_column_message, read_canonical_values, read_rows
 from flatshift.finetune.digests import adapter_digest
 from flatshift.finetune.errors import UserError, shorten
 from flatshift.finetune.evaluate.evaluator import Evaluator
@@ -205,13 +205,12 @@ def predict_from_run(
             "adapter": adapter_digest(path),
             "inputs": [entry["sha256"] or entry["path"] for entry in inputs],
             "bad_rows": bad_rows,
-            "columns": dataclasses.asdict(columns) | {"keep": list(keep)},
+            "columns": dataclasses.asdict(columns),
         }
         skipped: list[str] = []
         rows = read_rows(
             data, columns=columns, required=predictor.columns, bad_rows=bad_rows, skipped=skipped,
             label=predictor.task.read_label if "label" in predictor.columns else lambda value: None,
-            named=dict.fromkeys(keep, "--keep"),
         )  # fmt: skip
         with disk_full_interrupts(f"writing {out}"):
             _open_parts(parts, settings)
@@ -279,9 +278,14 @@ def _write_parts(
     current: set[Path] = set()
     stream = iter(rows)
     while chunk := list(itertools.islice(stream, PART)):
+        if not current:  # a misspelt name is found before thousands of rows are predicted
+            columns = dict.fromkeys(name for row in chunk for name in row.record)
+            for name in predictor.keep:
+                if name not in columns:
+                    raise UserError(f"the first {len(chunk):,} rows: {missing_column_message(name, columns, '--keep')}")
         if not current and (names := predictor.left_out(chunk[0])):
             console.say(f"columns left out: {shorten(', '.join(names))} (--keep NAME copies one)")
-        text = json.dumps([[row.id, row.values] for row in chunk], sort_keys=True, default=str)
+        text = json.dumps([list(predictor.keep), *([row.id, row.values] for row in chunk)], sort_keys=True, default=str)
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         file = parts / f"part-{len(current):06}-{digest}.jsonl"
         counted = file.with_suffix(".json")  # written first

@@ -56,8 +56,9 @@ def answer_in_float32(model: nn.Module) -> None:
             bias = None if layer.bias is None else layer.bias.float()
             return nn.functional.linear(inputs[0].float(), layer.weight.float(), bias)
 
-    for layer in model.modules():
-        if isinstance(layer, nn.Linear) and layer.out_features == 1 and layer.weight.requires_grad:
+    for name, layer in model.named_modules():
+        is_head = isinstance(layer, nn.Linear) and layer.out_features == 1 and ".lora_" not in name
+        if is_head and layer.weight.requires_grad:
             layer.register_forward_hook(compute)
 
 

@@ -52,6 +52,10 @@ def generate_answers(
     return [answers[i] for i in range(len(examples))]
 
 
+_SEARCHED = 1000
+"""Examples among which those are looked for that fit the backbone with an answer."""
+
+
 def sample_answers(
     model: Any, tokenizer: Any, examples: Sequence[Example], inference: EvalBatching, *, count: int, **limits: Any
 ) -> dict[str, list[str | None]]:
@@ -60,7 +64,7 @@ def sample_answers(
     longest = limits["max_new_tokens"]
     fitting = (
         place
-        for place, example in enumerate(examples)
+        for place, example in enumerate(examples[:_SEARCHED])
         if context_overflow(model, prompt_tokens(example), longest, apart=example.decoder_ids is not None) is None
     )
     places = list(islice(fitting, count))

@@ -29,7 +29,7 @@ class Flags:
     recipe: Positional[str] = "language-model"
     """Recipe file or shipped recipe, whose backbone, adapter, rows and precision are planned."""
     data: tuple[str, ...] = ()
-    """Files of training rows, counted for train.epochs; short for --data.train.files."""
+    """Files of training rows, counted for hours and cost; short for --data.train.files."""
     model: str | None = None
     """Another backbone: a directory, a config.json, a hub name, or a common shape such as llama-3.1-70b."""
     gpus: str | None = None

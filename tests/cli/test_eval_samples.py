@@ -57,7 +57,7 @@ def test_a_prompt_that_does_not_fit_is_named_by_its_row() -> None:
 def test_a_classifier_of_squared_loss_gives_no_probability_of_toxic_texts(monkeypatch) -> None:
     recipe = SimpleNamespace(task=Classify(loss="squared"))
     monkeypatch.setattr(samples.run_parts, "read_finished_recipe", lambda path: recipe)
-    monkeypatch.setattr(samples, "to_single_process", lambda recipe: recipe)
+    monkeypatch.setattr(samples.run_parts, "to_single_process", lambda recipe: recipe)
     monkeypatch.setattr(samples, "read_label_record", lambda recipe, path: (("fine", "toxic"), None))
     with pytest.raises(UserError, match=r"--toxicity: scorer gives no probabilities \(task\.loss: squared\)"):
         samples.check_sampling_rows(ROWS, Sampling(samples=1, toxicity="scorer"))

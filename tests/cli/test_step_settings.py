@@ -94,7 +94,6 @@ def test_settings_without_effect_are_refused(tmp_path: Path, capsys: pytest.Capt
     for others, said in (
         (own | {"optimizer.betas": "[0.5, 0.6]"}, "betas and eps are of averages of gradients"),
         (own | {"optimizer.eps": 0.5}, "betas and eps are of averages of gradients"),
-        ({"tracker.online": "true"}, "project and online are of trackers, and kinds names none"),
         ({"record.steps": "[1]", "record.per_doubling": 5}, "per_doubling is of steps: log"),
         ({"warmup.own": 1, "warmup.task.share": 0.3}, "without warmup.task.kind there is no 'share'"),
     ):

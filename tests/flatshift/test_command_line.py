@@ -25,8 +25,9 @@ MISTAKES = (UserError, RegularizerError, SelectionError)
 def asked(one: Setting, value: str) -> str | None:
     """What is said of a recipe with this value; None: it is taken."""
     overrides = [from_override(key, kind, f"--{key}") for key, kind in one.kinds]
+    base = "warmup" if one.key.startswith("select.") else "classify"  # a selection is of a warm-up
     try:
-        check_recipe(load_recipe("classify", [*overrides, from_override(one.key, value, f"--{one.key}")]).recipe)
+        check_recipe(load_recipe(base, [*overrides, from_override(one.key, value, f"--{one.key}")]).recipe)
     except MISTAKES as error:
         return str(error)
     return None
