@@ -17,7 +17,8 @@ NUMBERS = ("nan", "inf", "-inf", "-1", "0", BEYOND, "")
 MEANT: Mapping[str, frozenset[str]] = {
     value: frozenset(keys.split())
     for value, keys in {
-        "0": "data.holdout data.label_noise data.checks.most eval.train_limit eval.cold eval.answers adapter.layers adapter.dropout "
+        "0": "data.holdout data.label_noise data.checks.most eval.train_limit eval.cold eval.answers adapter.layers "
+        "adapter.dropout "
         "train.seed train.max_cut train.backbone_dropout train.skip_nonfinite train.spikes.back train.eval_every "
         "train.save_every optimizer.weight_decay optimizer.warmup record.sharpness "
         "task.max_truncated task.max_unsupervised task.label_smoothing "

@@ -611,7 +611,11 @@ def predicted(run_directory: Path, file: Path) -> list[dict[str, Any]]:
 
 def test_numbers_far_from_zero_keep_their_digits_in_bf16(tmp_path: Path, capsys) -> None:
     rows = [{"text": f"the year {i % 12}", "label": 1994.0 + i % 12} for i in range(24)]
-    out = headed(rows, tmp_path, "--task.kind", "regress", "--train.precision", "bf16")
+    out = headed(rows, tmp_path, "--task.kind", "regress", "--train.precision", "bf16", "--adapter.rank", "1")
+    recipe = resume_recipe(out).recipe
+    engine, _ = load_model(recipe, recipe.task, None, adapter=out / "adapter")
+    hooked = [name for name, layer in engine.model.named_modules() if layer._forward_hooks]
+    assert hooked and all("score" in name or "classifier" in name for name in hooked), "no factor of rank 1"
     assert run(["merge", str(out)]) == 0
     said = capsys.readouterr().out
     assert f"{out}/merged: float32" in said and "likeliest" not in said

@@ -288,6 +288,21 @@ def test_own_columns_are_copied_where_asked_and_named_where_not(
         assert not (tmp_path / "no.csv").exists()
 
 
+def test_parts_of_a_refused_call_are_of_its_kept_columns(
+    trained: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(predict, "PART", 4)
+    out = trained(*CLASSIFY)
+    rows = [{"text": row["text"], "ticket": i} for i, row in enumerate(ROWS[:10])]
+    data = write(tmp_path / "new.jsonl", [*rows[:9], {"text": " ", "ticket": 9}])
+    words = ["predict", str(out), "--data", str(data), "--out", str(tmp_path / "said.jsonl")]
+    assert run(words) == 2
+    write(data, rows)
+    assert run([*words, "--keep", "ticket"]) == 0
+    told = [json.loads(line)["ticket"] for line in (tmp_path / "said.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert told == list(range(10))
+
+
 def test_skipped_rows_are_not_counted(
     trained: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
