@@ -543,8 +543,7 @@ def recipe_key(recipe: Recipe, inputs: Any) -> str:
 
 def short_hash(value: Any) -> str:
     """Return 16 hex digits: the hash of plain values (mappings, sequences, numbers, text)."""
-    text = json.dumps(value, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def drop_default_keys(tree: dict[str, Any]) -> None:

@@ -189,9 +189,7 @@ def parse(text: str, source: str) -> Tree:
     except ValueError:  # an escape such as `"\U00110000"`
         line = loader.line + 1 if loader is not None else 1
         raise UserError(f"{source}:{line}: not valid YAML (an escape or number that names no character)") from None
-    if node is None:
-        return Branch({}, f"{source}:1")
-    return _TreeBuilder(source).tree(node)
+    return Branch({}, f"{source}:1") if node is None else _TreeBuilder(source).tree(node)
 
 
 def parse_file(path: Path) -> Tree:

@@ -88,9 +88,8 @@ class Chart:
         sentences = [self.caption, self.verdict and f"Verdict: {self.verdict}.", *self.evidence]
         description = " ".join(sentence for sentence in sentences if sentence)
         root = _clean_svg(self.raw, prefix="", title=self.title, description=description)
-        background = ET.Element(f"{_SVG}rect", {"width": "100%", "height": "100%", "fill": colour("surface")})
         # After <title> and <desc>, behind everything drawn.
-        root.insert(2, background)
+        root.insert(2, ET.Element(f"{_SVG}rect", {"width": "100%", "height": "100%", "fill": colour("surface")}))
         root.set("font-family", FONT)
         ET.register_namespace("", _SVG[1:-1])
         return ET.tostring(root, encoding="unicode") + "\n"
@@ -295,8 +294,7 @@ def label_ends(ax: Axes, ends: Sequence[tuple[float, float, str, str]], *, heigh
     if not ends:
         return
     low, high = ax.get_ylim()
-    per_px = (high - low) / height
-    rows = spread_apart([y for _, y, _, _ in ends], 15 * per_px)
+    rows = spread_apart([y for _, y, _, _ in ends], 15 * ((high - low) / height))
     style: dict[str, Any] = {"fontsize": 12, "fontweight": "bold", "va": "center", "ha": "left"}
     for (x, _, text, token), y in zip(ends, rows, strict=True):
         offset: dict[str, Any] = {"xytext": (7, 0), "textcoords": "offset points", "annotation_clip": False}

@@ -45,9 +45,7 @@ def signed_number(value: float | None, digits: int = 3) -> str:
 def decimals_for(half_width: float | None, value: float) -> int:
     """Return the decimals that show an interval of this half width to two digits, so that ends and value align."""
     scale = half_width if half_width else abs(value) / 100
-    if not scale or not math.isfinite(scale):
-        return 2
-    return min(max(1 - math.floor(math.log10(scale)), 0), 6)
+    return 2 if not scale or not math.isfinite(scale) else min(max(1 - math.floor(math.log10(scale)), 0), 6)
 
 
 def estimate(

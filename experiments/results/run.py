@@ -250,8 +250,7 @@ class RunResults:
     @cached_property
     def stages(self) -> dict[str, dict[str, Any]]:
         """Contents of done.json of each finished stage."""
-        files = sorted((self.path / "stages").glob("*/done.json"))
-        return {file.parent.name: read_object(file) for file in files}
+        return {file.parent.name: read_object(file) for file in sorted((self.path / "stages").glob("*/done.json"))}
 
     @cached_property
     def stage_seconds(self) -> dict[str, float]:

@@ -125,8 +125,7 @@ class SweepTable:
         good = np.isfinite(figures)
         order = np.argsort(codes[good], kind="stable")
         figures, codes = figures[good][order], codes[good][order]
-        ends = np.searchsorted(codes, np.arange(1, len(self._levels[axis])))
-        groups = np.split(figures, ends)
+        groups = np.split(figures, np.searchsorted(codes, np.arange(1, len(self._levels[axis]))))
         points = [(v, metric_interval(column, groups[c])) for c, v in enumerate(self._levels[axis]) if v is not None]
         return [(v, p) for v, p in points if p is not None]
 

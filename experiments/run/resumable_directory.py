@@ -47,8 +47,7 @@ def open_resumable(out: Path, recipe_yaml: str, *, command: str = "the same comm
     """
     state = out / _STATE
     absent = not out.exists()
-    began = (state / RECIPE).is_file()
-    if began:
+    if (state / RECIPE).is_file():
         _check_same_recipe(out, recipe_yaml)
     # A kill in the first moment leaves only a state that names no recipe.
     elif not (state.is_dir() and has_only_leftovers(out, allowed=(_STATE,)) and has_only_leftovers(state)):

@@ -112,8 +112,7 @@ def read_records(files: Files, spec: Select, seed: int, name: str, columns: Colu
     skipped: list[str] = []
     rows = _read_rows(files, spec, name, skipped, columns)
     good = require_rows(rows, files=files.files, purpose=name, skipped=skipped)
-    draw = derive_seed(seed, "limit", name)
-    limited = limit_rows(good, files.limit, seed=draw, setting=f"select.{name}.limit")
+    limited = limit_rows(good, files.limit, seed=derive_seed(seed, "limit", name), setting=f"select.{name}.limit")
     return Records(limited, skipped, count_records(len(good), skipped))
 
 

@@ -474,5 +474,4 @@ def _replace_copies(selector: Selector, sides: PoolAndTarget, chosen: np.ndarray
         if needed[domain(row)]:
             remaining.append(row)
             needed[domain(row)] -= 1
-    result = np.array([*selected, *remaining], dtype=chosen.dtype)
-    return result, len(copies) - len(remaining), len(remaining)
+    return np.array([*selected, *remaining], dtype=chosen.dtype), len(copies) - len(remaining), len(remaining)

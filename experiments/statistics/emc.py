@@ -142,8 +142,7 @@ def effective_model_complexity(
     tried: dict[int, list[float]] = {}
 
     def fits(n: int) -> bool:
-        errors = [train_error(n, seed) for seed in seeds]
-        tried[n] = [error if math.isfinite(error) else 1.0 for error in errors]
+        tried[n] = [error if math.isfinite(error) else 1.0 for error in (train_error(n, seed) for seed in seeds)]
         return math.fsum(tried[n]) / len(seeds) <= epsilon
 
     fitted, unfitted = low, high

@@ -273,8 +273,7 @@ def detectable_sd(seeds: int, points: int, *, level: float = 0.05, draws: int = 
     """Return the height, in standard deviations of one run, of a peak that the test finds with a power of 80 %. The
     peak is the middle point, with one low point on either side and equal variances."""
     flat = null_distribution(seeds, points, draws, seed)
-    threshold = critical_value(flat.extremes()[0], level)
-    return float(_detectable_heights(flat, threshold)[(points - 1) // 2 - 1])
+    return float(_detectable_heights(flat, critical_value(flat.extremes()[0], level))[(points - 1) // 2 - 1])
 
 
 def seeds_needed(height_sd: float, points: int, *, level: float = 0.05, maximum: int = 100) -> int | None:
@@ -338,8 +337,7 @@ def _detectable_heights(
 def _find_flanks(t: np.ndarray, middle: int) -> tuple[int, int, int]:
     """Return the middle with the points from which it rises and to which it falls most clearly."""
     left = int(np.argmax(t[:middle, middle]))
-    right = middle + 1 + int(np.argmax(t[middle + 1 :, middle]))
-    return left, middle, right
+    return left, middle, middle + 1 + int(np.argmax(t[middle + 1 :, middle]))
 
 
 def _location_set(t: np.ndarray, left: int, right: int, threshold: float) -> tuple[int, ...]:

@@ -88,6 +88,4 @@ def choose_scale(metric: str, values: np.ndarray, items: int | None = None) -> M
         tops = np.where(finite, values, -np.inf).max(1)
         start = _STARTED * float(np.median(tops[np.isfinite(tops)]))
         return MetricScale("log", start) if start > 0 else MetricScale()
-    if "error" in name and measured.max() <= 1:
-        return MetricScale("arcsine", items=items)
-    return MetricScale()
+    return MetricScale("arcsine", items=items) if "error" in name and measured.max() <= 1 else MetricScale()

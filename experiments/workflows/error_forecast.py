@@ -145,8 +145,7 @@ def compute_features(
     outputs: list[torch.Tensor] = []
     engine.model.eval()
     for micro in EvalBatching(16, pad_id).batches(examples, recipe.task):
-        batch = micro.to(engine.device)
-        logits, rows = jacobian(engine.model, trained, batch.inputs, summed=summed)
+        logits, rows = jacobian(engine.model, trained, micro.to(engine.device).inputs, summed=summed)
         outputs.append(logits.cpu())
         order += [row[0] for row in micro.rows]
         gradients = torch.split(rows.flatten(0, 1).cpu(), [p.numel() for p in trained.values()], 1)

@@ -263,8 +263,7 @@ def flatten_document(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return all metrics in the form of eval.json, {split: {metric: …}}, with the subject and the group in the name of
     the split."""
     flat: dict[str, Any] = {}
-    trees = {**document["figures"], **document["differences"]}
-    for name, splits in trees.items():
+    for name, splits in {**document["figures"], **document["differences"]}.items():
         flat |= {f"{name} {split}": metrics for split, metrics in splits.items()}
     if grouped := document.get("group_by"):
         for name, splits in {**grouped["figures"], **grouped["differences"]}.items():

@@ -415,8 +415,7 @@ def combine_adapters(adapters: Sequence[tuple[SavedAdapter, float]], out: Path) 
             raise UserError(f"{saved.path} also holds {min(tensors)}, which is no sum; put this adapter first")
         combined |= tensors
     for layer, factors in parts.items():
-        shapes = {(a.shape[1], b.shape[0]) for a, b in factors}
-        if len(shapes) > 1:
+        if len({(a.shape[1], b.shape[0]) for a, b in factors}) > 1:
             raise UserError(f"{layer} has different shapes in these adapters: they are of different backbones")
         combined[f"{layer}.{ends[layer][0]}"] = torch.cat([a for a, _ in factors])
         combined[f"{layer}.{ends[layer][1]}"] = torch.cat([b for _, b in factors], dim=1)

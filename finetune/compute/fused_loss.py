@@ -72,8 +72,7 @@ def _operands(hidden: Tensor, linear: nn.Linear) -> tuple[Tensor, Tensor, Tensor
     """Return hidden states, weight and bias in the dtype of the product: autocast's if enabled, else the hidden
     states'."""
     dtype = product_dtype(hidden)
-    bias = None if linear.bias is None else linear.bias.to(dtype)
-    return hidden.to(dtype), linear.weight.to(dtype), bias
+    return hidden.to(dtype), linear.weight.to(dtype), None if linear.bias is None else linear.bias.to(dtype)
 
 
 def _liger(hidden: Tensor, linear: nn.Linear, targets: Tensor, *, smoothing: float = 0.0) -> Tensor:

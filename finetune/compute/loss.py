@@ -172,8 +172,7 @@ def batch_loss(model: nn.Module, batch: Batch, *, task: LossTask, head: Head | N
 
     def cost(hidden: Tensor) -> Tensor:
         rows, targets = select_targets(hidden, batch.labels, task, getattr(batch, "chosen", None))
-        loss = head.cross_entropy(rows, targets, smoothing=task.smoothing, by_probability=task.dft)
-        return head.as_output(loss)
+        return head.as_output(head.cross_entropy(rows, targets, smoothing=task.smoothing, by_probability=task.dft))
 
     with head.computing(cost), attention_kernel(batch.inputs), packed_attention.packed_batch(batch) as inputs:
         return head.from_logits(model(**inputs).logits).sum()

@@ -37,8 +37,7 @@ class PreferenceTargets:
         tensors: dict[str, Any] = {
             name: copy_to_device(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
-        others = None if self.mismatched is None else self.mismatched.to(device)
-        return replace(self, mismatched=others, **tensors)
+        return replace(self, mismatched=None if self.mismatched is None else self.mismatched.to(device), **tensors)
 
 
 @dataclass(frozen=True)

@@ -296,8 +296,7 @@ class ColumnarExamples(Sequence[Example]):
         """Return these examples as columns in memory."""
         if isinstance(examples, ColumnarExamples):
             return examples
-        paths = list(dict.fromkeys(example.where.rpartition(":")[0] for example in examples))
-        writer = ExampleWriter(paths)
+        writer = ExampleWriter(list(dict.fromkeys(example.where.rpartition(":")[0] for example in examples)))
         writer.add(examples)
         return writer.close()
 
@@ -317,8 +316,7 @@ class ColumnarExamples(Sequence[Example]):
         return self._table.example(key if self._index is None else int(self._index[key]))
 
     def __iter__(self) -> Iterator[Example]:
-        numbers = range(len(self)) if self._index is None else self._index.tolist()
-        return map(self._table.example, numbers)
+        return map(self._table.example, range(len(self)) if self._index is None else self._index.tolist())
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence):

@@ -98,6 +98,5 @@ def _rank_with_shared_prompt(
 ) -> np.ndarray:
     """Score B examples with K choices each, reading each prompt once, (B, K)."""
     choices = [choice for example in examples for choice in example.choices or ()]
-    prompts = [prompt_tokens(example) for example in examples]
-    nats, real = answer_nats(model, prompts, choices, inference, head=head)
+    nats, real = answer_nats(model, [prompt_tokens(example) for example in examples], choices, inference, head=head)
     return -(nats.double() * real).sum(-1).view(len(examples), -1).cpu().numpy()

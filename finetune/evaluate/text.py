@@ -168,8 +168,7 @@ class Vocabulary:
     @cached_property
     def pieces(self) -> list[str]:
         """Decoded text of each token by itself."""
-        count = len(self.tokenizer)
-        return [str(self.tokenizer.decode([i])) for i in range(count)]
+        return [str(self.tokenizer.decode([i])) for i in range(len(self.tokenizer))]
 
     @cached_property
     def part_of_character(self) -> NDArray[np.bool_]:

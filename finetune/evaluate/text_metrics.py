@@ -71,8 +71,7 @@ def f1_words(answer: str, reference: str) -> float:
     ours, theirs = normalize_answer(answer).split(), normalize_answer(reference).split()
     if not ours or not theirs:
         return float(ours == theirs)
-    shared = sum((Counter(ours) & Counter(theirs)).values())
-    return 2.0 * shared / (len(ours) + len(theirs))
+    return 2.0 * sum((Counter(ours) & Counter(theirs)).values()) / (len(ours) + len(theirs))
 
 
 def extract_number(text: str) -> Fraction | None:

@@ -23,6 +23,11 @@ def unwrap_peft(model: nn.Module) -> Any:
     return model if get is None else get()
 
 
+def called_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the stages of a pipeline rank, each of which is called by itself, or the model alone."""
+    return [child for name, child in model.named_children() if re.fullmatch(r"part\d+", name)] or [model]
+
+
 def is_conv1d(module: Any) -> bool:
     """True for transformers' Conv1D (GPT-2): a linear layer with its weight stored as (inputs, outputs)."""
     return type(module).__name__ == "Conv1D"

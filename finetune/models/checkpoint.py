@@ -367,8 +367,7 @@ def _are_tensors_equal(key_a: str, key_b: str, entries: dict[str, TensorEntry]) 
     with safe_open(a.file, "pt") as file_a, safe_open(b.file, "pt") as file_b:
         rows_a, rows_b = open_slice(file_a, key_a, a), open_slice(file_b, key_b, b)
         rows = max(1, (4 << 20) // max(1, a.bytes // max(1, a.shape[0])))
-        starts = range(0, a.shape[0], rows)
-        return all(torch.equal(rows_a[s : s + rows], rows_b[s : s + rows]) for s in starts)
+        return all(torch.equal(rows_a[s : s + rows], rows_b[s : s + rows]) for s in range(0, a.shape[0], rows))
 
 
 def canonical_name(name: str) -> str:

@@ -216,10 +216,7 @@ def _read_mxfp4(weight: QuantizedTensor, experts: slice, inputs: slice, outputs:
 def _read_gptq(weight: QuantizedTensor, outputs: slice, inputs: slice) -> Tensor:
     bits = weight.settings.get("bits", 4)
     codes = _unpack_words(weight, ".qweight", inputs, outputs, bits=bits, dim=0)
-    if ".g_idx" in weight.parts:
-        groups = weight.read(".g_idx", inputs).long()
-    else:
-        groups = _consecutive_groups(weight, inputs)
+    groups = weight.read(".g_idx", inputs).long() if ".g_idx" in weight.parts else _consecutive_groups(weight, inputs)
     own = slice(int(groups.min()), int(groups.max()) + 1)
     key, entry = weight.parts[".scales"]
     if own.start < 0 or own.stop > entry.shape[0]:
@@ -268,8 +265,7 @@ def _scale_codes(
     weight: QuantizedTensor, codes: Tensor, zeros: Tensor, groups: Tensor, own: slice, outputs: slice
 ) -> Tensor:
     """Return the weight (outputs, inputs) of `codes` (inputs, outputs) whose scales and `zeros` are those of groups."""
-    scales = weight.read(".scales", own, outputs).float()
-    return (scales[groups] * (codes - zeros[groups])).T
+    return (weight.read(".scales", own, outputs).float()[groups] * (codes - zeros[groups])).T
 
 
 _READERS: dict[str, Callable[..., Tensor]] = {

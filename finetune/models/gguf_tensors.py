@@ -279,6 +279,4 @@ def undone(architecture: str, name: str, value: Any, config: Any) -> Any:
         return torch.stack([part.unflatten(0, (heads, -1)) for part in value.chunk(3)], dim=1).reshape(value.shape)
     if architecture == "gpt2" and re.search(r"\.c_(attn|proj|fc)\.weight$", name):
         return value.T.contiguous()
-    if architecture == "gemma3" and name.endswith("norm.weight"):
-        return value - 1
-    return value
+    return value - 1 if architecture == "gemma3" and name.endswith("norm.weight") else value

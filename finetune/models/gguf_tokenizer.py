@@ -81,10 +81,7 @@ def _sentencepiece(own: Mapping[str, Any], tokens: Sequence[str], types: Sequenc
 
     vocabulary = {token: index for index, token in enumerate(tokens)}
     unknown = own.get("unknown_token_id")
-    if "merges" in own:
-        merges = _pairs(own["merges"])
-    else:
-        merges = _merges_by_score(vocabulary, tokens, types, own["scores"])
+    merges = _pairs(own["merges"]) if "merges" in own else _merges_by_score(vocabulary, tokens, types, own["scores"])
     unk_token = None if unknown is None else tokens[unknown]
     in_bytes = "<0x0A>" in vocabulary
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, fuse_unk=True, byte_fallback=in_bytes, unk_token=unk_token))

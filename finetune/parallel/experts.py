@@ -6,7 +6,6 @@ all-to-all exchanges a block, and two in backward). Gradients of an expert are o
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from flatshift.regularizers.protocol import MetricTensors
 
 from ..errors import UserError
-from ..models.anatomy import routed_experts, stacked_parameters, unwrap_peft
+from ..models.anatomy import called_modules, routed_experts, stacked_parameters, unwrap_peft
 from ..models.families import has_expert_plan
 from .layout import TensorParallelLayout
 from .mesh import TOKENS, ProcessMesh
@@ -139,8 +138,7 @@ class ExpertLoadMeter:
             self._hooks.append(module.register_forward_pre_hook(partial(self._count, counts), with_kwargs=True))
         self._on = bool(self._counts) if world.width("pp") == 1 else world.any(bool(self._counts))
         if self._counts:
-            stages = [child for name, child in model.named_children() if re.fullmatch(r"part\d+", name)]
-            for part in stages or [model]:
+            for part in called_modules(model):
                 hook = unwrap_peft(part).register_forward_pre_hook(self._remember_mask, with_kwargs=True)
                 self._hooks.append(hook)
 

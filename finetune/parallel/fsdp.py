@@ -9,7 +9,6 @@ by several modules stay in the root, the only unit that is gathered whenever any
 from __future__ import annotations
 
 import itertools
-import re
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ..compute.capabilities import capabilities
 from ..config import MESH_AXES, Mesh
 from ..errors import UserError
-from ..models.anatomy import routed_experts, transformer_blocks
+from ..models.anatomy import called_modules, routed_experts, transformer_blocks
 from ..models.checkpoint import canonical_name
 from .layout import local_part
 from .mesh import EXPERT_SHARDS, SHARDS, ProcessMesh
@@ -105,9 +104,7 @@ def shard(model: nn.Module, *, mesh: Mesh, world: ProcessMesh) -> Sharding:
         "ignored_params": ignored,
     }
     unit_count = 0
-    # the stages of a pipeline rank, each of which is called by itself, or the model
-    stages = [child for name, child in model.named_children() if re.fullmatch(r"part\d+", name)]
-    for root in stages or [model]:
+    for root in called_modules(model):
         if world.width("ep") > 1:
             unit_count += _shard_experts(root, ignored, options, world)
         units = _find_units(root, ignored)

@@ -77,9 +77,7 @@ def split_blocks(costs: BlockCosts, stages: int) -> tuple[range, ...]:
 
 def stages_of(rank: int, *, pp: int, virtual: int, schedule: str) -> tuple[int, ...]:
     """Return the stages of a pipeline rank, ascending."""
-    if schedule == "zbv":
-        return (rank, 2 * pp - 1 - rank)
-    return tuple(rank + i * pp for i in range(virtual))
+    return (rank, 2 * pp - 1 - rank) if schedule == "zbv" else tuple(rank + i * pp for i in range(virtual))
 
 
 def rank_of(stage: int, *, pp: int, schedule: str) -> int:

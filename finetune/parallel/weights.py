@@ -196,8 +196,7 @@ def _copy_slices(dims: list[Placed], itemsize: int) -> Iterator[tuple[tuple[slic
     for (start, stop, offset), *inner in itertools.product(*dims):
         source = tuple(slice(low, high) for low, high, _ in inner)
         target = tuple(slice(first, first + high - low) for low, high, first in inner)
-        row_bytes = itemsize * math.prod(high - low for low, high, _ in inner)
-        step = max(1, _PIECE // row_bytes)
+        step = max(1, _PIECE // (itemsize * math.prod(high - low for low, high, _ in inner)))
         for first in range(start, stop, step):
             last = min(first + step, stop)
             yield (slice(first, last), *source), (slice(offset + first - start, offset + last - start), *target)

@@ -113,9 +113,7 @@ class Classify(SequenceLevelTask):
     def answered_right(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Compare the likeliest class; with `multi` the exact set of classes with a logit above 0 (probability above
         one half)."""
-        if self.multi:
-            return ((logits > 0) == (labels > 0)).all(dim=1)
-        return logits.argmax(dim=-1) == labels
+        return ((logits > 0) == (labels > 0)).all(dim=1) if self.multi else logits.argmax(dim=-1) == labels
 
     def format_label(self, label: Tensor, *, label_names: Sequence[str] | None, units: Units | None) -> str:
         indices = label.nonzero()[:, 0].tolist() if self.multi else [int(label)]

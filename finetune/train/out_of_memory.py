@@ -110,8 +110,7 @@ def plan_memory(engine: Engine, *, train: Train, optimizer: Optimizer, measured:
     frozen = sum(local_part(p).nbytes for p in engine.model.parameters() if not p.requires_grad)
     frozen += sum(scale.nbytes for scale in quantization_scales(engine.model).values())
     moments = optimizer_state_bytes(engine.parameters, optimizer, train)
-    activations = max(0, measured.used - (frozen + 2 * adapter + moments))
-    return MemoryPlan(frozen, adapter, adapter, moments, activations)
+    return MemoryPlan(frozen, adapter, adapter, moments, max(0, measured.used - (frozen + 2 * adapter + moments)))
 
 
 def propose_changes(

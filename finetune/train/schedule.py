@@ -24,9 +24,7 @@ def learning_rate(step: int, *, steps: int, optimizer: Optimizer) -> float:
     progress = (step - rise) / max(steps - rise, 1)
     if optimizer.schedule == "cosine":
         return optimizer.lr * 0.5 * (1.0 + math.cos(math.pi * progress))
-    if optimizer.schedule == "linear":
-        return optimizer.lr * (1.0 - progress)
-    return optimizer.lr
+    return optimizer.lr * (1.0 - progress) if optimizer.schedule == "linear" else optimizer.lr
 
 
 @dataclass(frozen=True)

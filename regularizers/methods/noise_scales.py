@@ -409,8 +409,7 @@ class NoiseScales:
             moved = (total / powers[0].clamp_min(tiny) - self.norms / powers[1].clamp_min(tiny)).abs()
             sums = list(self.rows.totals(row_power, gradient_power, sigma, moved))
             sums[3] = 0.5 * sums[3]
-        counts = (self.updates.sum().to(zero), self.skipped.sum().to(zero))
-        return torch.stack([*sums, *counts]).double()
+        return torch.stack([*sums, self.updates.sum().to(zero), self.skipped.sum().to(zero)]).double()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the names and shapes of `state`."""

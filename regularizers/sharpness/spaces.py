@@ -86,8 +86,7 @@ class LossFunction:
                         "the loss has no gradient with respect to the weights that are measured; switch the adapters "
                         "on, and compute the loss outside torch.no_grad()"
                     )
-                gradients = torch.autograd.grad(term, inputs, allow_unused=True)
-                for into, gradient in zip(sums, gradients, strict=True):
+                for into, gradient in zip(sums, torch.autograd.grad(term, inputs, allow_unused=True), strict=True):
                     if gradient is not None:
                         into.add_(gradient)
                 total += float(term.detach())
@@ -186,8 +185,7 @@ class AdapterSpace(Space):
         self.dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         self.device = self._adapters.device
         self.resolution = max(torch.finfo(dtype).eps for dtype in dtypes)
-        flat = self._flat([value.reshape(-1) for value in values.values()])
-        self.weight_norm = norm(flat)
+        self.weight_norm = norm(self._flat([value.reshape(-1) for value in values.values()]))
         rows = [value.to(self.dtype).reshape(len(value), -1) for value in values.values()]
         self._widths = [each.shape[1] for each in rows]
         self._row_norms = self._flat([each.square().sum(1).sqrt().repeat_interleave(each.shape[1]) for each in rows])

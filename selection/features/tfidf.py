@@ -80,8 +80,7 @@ class TfIdfEmbedder:
             raise SelectionError("TfIdfEmbedder is not fitted yet; call fit or fit_transform first")
         out = np.empty((len(texts), self.dim_), dtype=np.float32)
         for low in range(0, len(texts), _CHUNK):
-            counts = self._hasher.counts(texts[low : low + _CHUNK])
-            out[low : low + _CHUNK] = self._project(counts)
+            out[low : low + _CHUNK] = self._project(self._hasher.counts(texts[low : low + _CHUNK]))
         return out
 
     def state(self) -> dict[str, np.ndarray]:

@@ -292,8 +292,7 @@ class TokenNgramEmbedder:
         from scipy.sparse import csr_matrix
 
         index = np.minimum(np.searchsorted(self._known, keys), len(self._known) - 1)
-        idf = np.where(self._known[index] == keys, self._idf[index], self._unknown)
-        weights = (1.0 + np.log(counts)) * idf
+        weights = (1.0 + np.log(counts)) * np.where(self._known[index] == keys, self._idf[index], self._unknown)
         norms = np.sqrt(np.bincount(text_of, weights=weights * weights, minlength=texts))
         column = np.minimum(np.searchsorted(self._columns, keys), len(self._columns) - 1)
         in_target = self._columns[column] == keys

@@ -11,6 +11,7 @@ are ours: an n-gram that occurs once is no repetition, and a character counts on
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
@@ -116,10 +117,7 @@ def detect_language(text: str, *, prefer: Collection[str] = ()) -> tuple[str | N
         if code is not None:
             return code, share
     words = WORDS.findall(text.lower())
-    hits: dict[str, int] = {}
-    for word in words:
-        for code in _LANGUAGES_OF.get(word, ()):
-            hits[code] = hits.get(code, 0) + 1
+    hits = Counter(code for word in words for code in _LANGUAGES_OF.get(word, ()))
     if not hits:
         return None, 0.0
     best = max(hits, key=lambda code: (hits[code] + 1.5 * (code in prefer), -_ORDER[code]))
@@ -186,8 +184,7 @@ def _ngram_shares(words: list[list[str]], top: int, repeated: int) -> dict[str, 
     shares = {}
     for n in range(2, 2 + top):
         position, owner, kind, times, _ = _ngram_occurrences(codes, counts, starts, n)
-        size = before[position + n] - before[position]
-        covered = np.where(times[kind] > 1, times[kind] * size, 0)
+        covered = np.where(times[kind] > 1, times[kind] * (before[position + n] - before[position]), 0)
         # The commonest n-gram, the longest if several are; overlapping occurrences may exceed the text.
         rank = np.zeros(len(words), np.int64)
         np.maximum.at(rank, owner, times[kind])
@@ -199,8 +196,7 @@ def _ngram_shares(words: list[list[str]], top: int, repeated: int) -> dict[str, 
         change = np.zeros(len(codes) + 1, np.int64)
         np.add.at(change, position[again], 1)
         np.add.at(change, position[again] + n, -1)
-        repeated_words = np.cumsum(change[:-1]) > 0
-        covered = np.bincount(text_of, weights=lengths * repeated_words, minlength=len(words))
+        covered = np.bincount(text_of, weights=lengths * (np.cumsum(change[:-1]) > 0), minlength=len(words))
         shares[f"characters in repeated {n}-grams"] = covered / total
     return shares
 

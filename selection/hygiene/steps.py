@@ -268,8 +268,7 @@ class _CleaningRun:
             self._second_pass()
         if self.near is not None:
             first_rows, similarity = self.near.resolve()
-            threshold = self.near.settings.threshold
-            rule = f"Jaccard similarity of at least {threshold:g}, or a chain of such pairs"
+            rule = f"Jaccard similarity of at least {self.near.settings.threshold:g}, or a chain of such pairs"
             self._drop_repeats(first_rows, "near-duplicate", rule, similarity)
             self.diagnostics["near"] = self.near.diagnostics
         pieces = self._decontaminate()

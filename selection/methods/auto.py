@@ -158,8 +158,7 @@ class _Comparison:
         """Return (M,) nats of each held-out text after the first `tokens` tokens of a selection."""
         from flatshift.selection.methods.ngrams import KneserNey
 
-        total = np.cumsum(self._rows.lengths[order])
-        chosen = order[: int(np.searchsorted(total, tokens)) + 1]
+        chosen = order[: int(np.searchsorted(np.cumsum(self._rows.lengths[order]), tokens)) + 1]
         probability = KneserNey.of(self._rows.take(chosen)).probability(self._keys)
         return text_sums(-np.log(_SHARE * probability + (1.0 - _SHARE) * self._pool_probability), self._lengths)
 

@@ -96,9 +96,7 @@ class CynicalSelector(TokenSelector, Cynical):
         else:
             counts = pool.shards("n-grams", partial(_count_ngrams, size=rows.size), inputs=ngrams.arrays(),
                                  earlier=rows.shards)  # fmt: skip
-            count = np.ones(len(ngrams))
-            for part in counts:
-                count += part["counts"]
+            count = sum((part["counts"] for part in counts), np.ones(len(ngrams)))
         tokens = budget * len(rows.flat) / len(rows)
         self._base = (1.0 - self.mixture) / self.mixture * tokens * count / (len(rows.flat) + 1.0)
         short = rows.lengths < self.minimum

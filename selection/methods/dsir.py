@@ -105,8 +105,7 @@ class Sha256Hasher(NgramHasher):
         vocabulary = self._vocabulary
         numbers = np.fromiter(map(vocabulary.__getitem__, chain.from_iterable(words)), dtype=np.int64)
         if len(vocabulary.words) > len(self._unigrams):
-            new_unigrams = self._hash(vocabulary.words[len(self._unigrams) :])
-            self._unigrams = np.concatenate([self._unigrams, new_unigrams])
+            self._unigrams = np.concatenate([self._unigrams, self._hash(vocabulary.words[len(self._unigrams) :])])
         keys, inverse = np.unique((numbers[:-1] << 32 | numbers[1:])[has_next], return_inverse=True)
         pairs = keys.tolist()
         # One dict lookup per pair; the cache may be cleared before the new ones are added.
@@ -199,9 +198,7 @@ class DSIRSelector(Selector, DSIR):
     def _weigh_shards(self, shards: ShardMap, target_counts: np.ndarray) -> np.ndarray:
         """Do the same as `_weigh_texts` by shards, whose n-grams are stored between the two passes."""
         counted = shards("n-grams", functools.partial(_count_ngrams, hashing=self.hashing, buckets=self.buckets))
-        pool_counts = np.zeros(self.buckets)
-        for part in counted:
-            pool_counts += part["counts"]
+        pool_counts = sum((part["counts"] for part in counted), np.zeros(self.buckets))
         gain = self._log_probability(target_counts) - self._log_probability(pool_counts)
         weighed = shards("weights", _sum_gains, inputs={"gain": gain}, earlier=counted)
         self.log_weights_ = np.concatenate([part["log_weights"] for part in weighed])

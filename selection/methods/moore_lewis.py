@@ -117,8 +117,7 @@ def _count_shards(shards: ShardMap, rows: TokenRows, limit: int) -> TrigramCount
     from flatshift.selection.methods.ngrams import TrigramCounts
 
     total = TrigramCounts(rows.size, limit)
-    count = partial(_count_trigrams, size=rows.size, limit=limit)
-    for part in shards("n-grams", count, earlier=rows.shards):
+    for part in shards("n-grams", partial(_count_trigrams, size=rows.size, limit=limit), earlier=rows.shards):
         total.add_counts(part["keys"], part["counts"], int(part["tokens"][0]))
         if part["dropped"][0] or total.dropped:
             return None

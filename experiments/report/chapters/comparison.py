@@ -182,8 +182,7 @@ def _task_section(document: Document, task: str) -> Section:
     columns = ["method", f"{metric.title}, {unit}", "95 % t", f"− {base}", "95 % t", "p", "macro F1, %", "test loss"]
     columns += ["train error, %", "sharpness"]
     caption = "Secondary: p-values are not corrected. Sharpness: E[L(w+ε)] − L(w) on training rows, nats."
-    table = Table(columns, rows, caption, frozenset(range(1, 10)))
-    return Section(f"Task {task}", [table], lead)
+    return Section(f"Task {task}", [Table(columns, rows, caption, frozenset(range(1, 10)))], lead)
 
 
 def _cost_table(document: Document) -> Block:

@@ -328,8 +328,7 @@ def _choose_layout(data: SweepData) -> _Layout:
     lines = main_axis(data)
     axes = [a for a in data.axes if a != lines]
     columns = next((a for a in axes if not data.numeric(a)), None)
-    rates = [a for a in axes if a.endswith("lr")]
-    rows = next((a for a in [*rates, *axes] if a != columns), None)
+    rows = next((a for a in [*(a for a in axes if a.endswith("lr")), *axes] if a != columns), None)
     return _Layout(lines, rows, columns, [a for a in axes if a not in (rows, columns)])
 
 

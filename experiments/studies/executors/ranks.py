@@ -142,8 +142,7 @@ def train_on_cluster(
     if (out / RECIPE).is_file():
         Console().say(f"{out} holds a run, which continues from its last checkpoint")
     if kind == "slurm":
-        jobs = SlurmRanks(job, minutes=options.time or 60, partition=place)
-        return _restart_lost(jobs.run, options.retries)
+        return _restart_lost(SlurmRanks(job, minutes=options.time or 60, partition=place).run, options.retries)
     with ray_cluster(place) as ray, tempfile.TemporaryDirectory(dir=job.out.parent, prefix=f".{out.name}-") as mark:
         job = dataclasses.replace(job, mark=Path(mark))
         return _restart_lost(lambda: _run_on_ray(ray, job, options.retries), 0)

@@ -128,8 +128,7 @@ class RayExecutor(Executor):
             ) from error
         except errors.RayError as error:
             # Ray has tried it again by itself.
-            ending = f"died ({type(error).__name__})"
-            return CellUpdate(cell, "lost", "Ray", ending, tries=self.retries + 1)
+            return CellUpdate(cell, "lost", "Ray", f"died ({type(error).__name__})", tries=self.retries + 1)
         if result.problem is not None:
             raise UserError(result.problem)
         if result.full is not None:

@@ -140,8 +140,7 @@ def generate_points(
     if design == "paired" and len({len(values) for values in columns}) > 1:
         lengths = ", ".join(f"{key} {len(values)}" for key, values in zip(axes, columns, strict=True))
         raise UserError(f"--design paired: every axis needs equally many values, but got {lengths}")
-    rows = zip(*columns, strict=True) if design == "paired" else itertools.product(*columns)
-    for row in rows:
+    for row in zip(*columns, strict=True) if design == "paired" else itertools.product(*columns):
         yield dict(zip(axes, row, strict=True))
 
 

@@ -117,8 +117,7 @@ class SweepBase:
 
     def _is_whole(self, key: str, values: ValueRange) -> bool:
         block, _, name = key.rpartition(".")
-        owner = self._owner(key)
-        classes = [cls for cls in (type(owner), *self._components(block)) if name in _field_names(cls)]
+        classes = [cls for cls in (type(self._owner(key)), *self._components(block)) if name in _field_names(cls)]
         if not classes:
             return values.low.is_integer() and values.high.is_integer()
         hint = typing.get_type_hints(classes[0])[name]

@@ -223,6 +223,4 @@ def _check_text(*parts: Any) -> None:
 def join_text_parts(message: dict[str, Any]) -> str:
     """Return the content of a turn as one text, with its parts joined."""
     content = message.get("content")
-    if isinstance(content, list):
-        return "".join(part["text"] for part in content)
-    return content or ""
+    return "".join(part["text"] for part in content) if isinstance(content, list) else content or ""

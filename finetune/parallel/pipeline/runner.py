@@ -240,8 +240,7 @@ class PipelineRunner:
             heads = self.transport.forward(
                 [probe], lambda part, piece: find_head(part, piece.inputs, task=task), share=False
             )
-        has_last = self.stages[-1].is_last
-        refused = torch.tensor(float(has_last and heads[0] is None), device=self.world.device)
+        refused = torch.tensor(float(self.stages[-1].is_last and heads[0] is None), device=self.world.device)
         dist.all_reduce(refused)
         return None if refused.item() else heads[0]
 
@@ -308,5 +307,4 @@ def _pad_right(tensor: Tensor, width: int, fill: int) -> Tensor:
     missing = width - tensor.shape[1]
     if missing <= 0:
         return tensor
-    padding = tensor.new_full((len(tensor), missing, *tensor.shape[2:]), fill)
-    return torch.cat([tensor, padding], dim=1)
+    return torch.cat([tensor, tensor.new_full((len(tensor), missing, *tensor.shape[2:]), fill)], dim=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...config import Mesh
-from ...models.anatomy import attention_modules, is_conv1d, unwrap_peft
+from ...models.anatomy import attention_modules, called_modules, is_conv1d, unwrap_peft
 from ...models.checkpoint import canonical_name
 from ..layout import Slice, TensorParallelLayout
 from ..mesh import SHARDS, ProcessMesh
@@ -38,8 +37,7 @@ def tensor_parallel(model: nn.Module, *, world: ProcessMesh, sequence_parallel: 
         return TensorParallelLayout()
     group = world.group("tp")
     slicer = ParameterSlicer(model, rank=world.index("tp"), width=width, device=world.device)
-    stages = [child for name, child in model.named_children() if re.fullmatch(r"part\d+", name)]
-    for stage in stages or [model]:
+    for stage in called_modules(model):
         base = unwrap_peft(stage)
         if getattr(base, "tensor_parallel_width", 1) != 1:
             raise RuntimeError("this model is cut for tensor parallelism already")
@@ -286,8 +284,7 @@ class ParameterSlicer:
         """Replace `parameter` by this rank's part along `dim` in all modules that hold it (tied weights stay tied)."""
         if id(parameter) in self._placed:
             return
-        size = parameter.shape[dim]
-        own = Slice.part(dim, size, rank=self.rank, width=self.width, fused=fused, axis=self.axis)
+        own = Slice.part(dim, parameter.shape[dim], rank=self.rank, width=self.width, fused=fused, axis=self.axis)
         shape = list(parameter.shape)
         shape[dim] = own.local_size
         if parameter.is_meta:
