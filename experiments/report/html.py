@@ -29,8 +29,7 @@ def render(chapters: Sequence[Chapter]) -> str:
     main = max(chapters, key=lambda chapter: chapter.weight)
     names = [chapter.name for chapter in chapters if chapter.name != SIDE_BY_SIDE]
     single = len(chapters) == 1
-    only = main.name if main.name == main.kind else f"{main.kind} {main.name}"
-    kicker = only if single else f"{len(names)} runs"
+    kicker = (main.name if main.name == main.kind else f"{main.kind} {main.name}") if single else f"{len(names)} runs"
     css = (_TEMPLATES / "style.css").read_text(encoding="utf-8")
     for index, theme in enumerate(("light", "dark")):
         values = " ".join(f"--{token}: {colours[index]};" for token, colours in PALETTE.items())

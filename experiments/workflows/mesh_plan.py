@@ -78,15 +78,7 @@ def plan_mesh(
     """
     resolved, data, longest = load_recipe(recipe, overrides), None, None
     counted = resolved.recipe.train.epochs is None
-    is_own = any(not name.startswith(SAMPLE) for name in resolved.recipe.data.train.all_files)
-    at_hand = model is None and known_shape(resolved.recipe.backbone) is None
-    here = not any(is_remote(name) or name.startswith(HUB) for name in resolved.recipe.data.train.all_files)
-    rows: Sequence[Example] = ()
-    if tokens is None and not counted and (is_own or at_hand):
-        rows = prepare_data(resolved.recipe).train
-    elif tokens is None and is_own and at_hand and here:
-        with contextlib.suppress(UserError):  # else rows of max_length: files or weights may be where it will train
-            rows = prepare_data(resolved.recipe).train
+    rows = () if tokens is not None else _read_rows(resolved.recipe, is_other=model is not None)
     if len(rows):
         ragged = ColumnarExamples.of(rows).ragged("input_ids")
         lengths = np.zeros(0) if ragged is None else np.sort(ragged[2])
@@ -150,6 +142,22 @@ def plan_mesh(
         "advice": None if best.fits else _advice(best, rules),
         "table": format_table(layouts, cluster, sizes),
     }
+
+
+def _read_rows(recipe: Recipe, *, is_other: bool) -> Sequence[Example]:
+    """Return the training rows where hours need them, and for given steps where they and the backbone are here.
+
+    is_other: another backbone than the recipe's is planned.
+    """
+    files = recipe.data.train.all_files
+    is_own = any(not name.startswith(SAMPLE) for name in files)
+    at_hand = not is_other and known_shape(recipe.backbone) is None
+    if recipe.train.epochs is not None:
+        return prepare_data(recipe).train if is_own or at_hand else ()
+    if is_own and at_hand and not any(is_remote(name) or name.startswith(HUB) for name in files):
+        with contextlib.suppress(UserError):  # files or weights may be where it will train: rows of max_length then
+            return prepare_data(recipe).train
+    return ()
 
 
 def _mean_longest(lengths: np.ndarray, count: int) -> float:

@@ -68,8 +68,7 @@ def tokenize_candidates(tokenizer: Any, texts: Sequence[tuple[str, str, str]], b
         low, high = len(context), len(context) + len(label)
         held = [i for i, (a, b) in enumerate(offsets) if i >= size and a < high and b > low]
         span = (held[0] - size, held[-1] + 1 - size) if held else (0, len(ids) - size)
-        scored = len((label + after).encode())
-        candidates.append(Candidate((*begin, *ids), len(begin) + size, span, scored))
+        candidates.append(Candidate((*begin, *ids), len(begin) + size, span, len((label + after).encode())))
     return candidates
 
 
@@ -78,8 +77,7 @@ def find_ranking_head(model: Any, ids: Sequence[int], inference: EvalBatching, *
     if inference.share != ALONE:
         return None
     with inference.precision():
-        inputs = {"input_ids": torch.tensor([ids], device=inference.device)}
-        return find_head(model, head_probe(inputs), task=task)
+        return find_head(model, head_probe({"input_ids": torch.tensor([ids], device=inference.device)}), task=task)
 
 
 @torch.no_grad()
@@ -112,8 +110,7 @@ def score_candidates(
             prefix = torch.tensor([members[0][0].ids[:size]], device=inference.device)
             with inference.precision():
                 cache = output_cache(model(input_ids=prefix, use_cache=True, logits_to_keep=1))
-        order = sorted(group, key=lambda i: -len(items[i][0].ids))
-        for batch in _item_batches(order, items, model, inference, head):
+        for batch in _item_batches(sorted(group, key=lambda i: -len(items[i][0].ids)), items, model, inference, head):
             batch_scores = _score_after_prefix(model, [items[i] for i in batch], cache, size, inference, head)
             for i, scored in zip(batch, batch_scores, strict=True):
                 scores[i] = scored
@@ -257,8 +254,7 @@ def _score_separately(
         with inference.precision():
             logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
         nats = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-        each = (-nats.double()).view(len(batch), -1).cpu().numpy()
-        for i, row in zip(batch, each, strict=True):
+        for i, row in zip(batch, (-nats.double()).view(len(batch), -1).cpu().numpy(), strict=True):
             scores[i] = row[flat[i].start - 1 : len(flat[i].ids) - 1]
         start += rows
     rows_ = iter(range(len(flat)))

@@ -151,8 +151,7 @@ def overlaid_loss_chart(
     span = 1
     end = max(t for curve in finite.values() for t, _ in curve)
     with Canvas(540, 300) as canvas:
-        longest = max(map(len, finite))
-        ax = canvas.axes(y=f"{split} loss ({unit})", x=_STEPS_TITLE, right=min(60 + 7 * longest, 190))
+        ax = canvas.axes(y=f"{split} loss ({unit})", x=_STEPS_TITLE, right=min(60 + 7 * max(map(len, finite)), 190))
         ends: list[tuple[float, float, str, str]] = []
         for number, (name, curve) in enumerate(finite.items()):
             steps, values = [t for t, _ in curve], [v for _, v in curve]

@@ -41,8 +41,7 @@ def write_table(out: Path, cells: Sequence[Cell], *, columns: Mapping[str, Row] 
         if result is None:
             continue
         trace = read_trace(directory)
-        axes = {key: _to_cell(value) for key, value in cell.point.items()}
-        row = {"cell": cell.key, **axes, "seed": cell.seed}
+        row = {"cell": cell.key, **{key: _to_cell(value) for key, value in cell.point.items()}, "seed": cell.seed}
         if lines := _planned_trace(cell, result, trace):
             curves.append(rows_to_table([{**row, **line} for line in lines]))
         row |= (columns or {}).get(cell.key, {})
