@@ -22,8 +22,8 @@ _ASSUMED = "1xH100-80"
 class Flags:
     """Show which meshes of a cluster fit a run, how fast each is, and what the others lack; exit code 1 if none fits.
 
-    Nothing is loaded: shapes come from headers of weight files, a config.json, or a table of common models. Every key
-    of the recipe is a flag: --train.max_length 4096 --adapter.rank 16.
+    No weights are loaded: shapes come from headers of weight files, a config.json, or a table of common models. Every
+    key of the recipe is a flag: --train.max_length 4096 --adapter.rank 16.
     """
 
     recipe: Positional[str] = "language-model"
