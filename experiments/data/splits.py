@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flatshift.experiments.data import encode
 from flatshift.experiments.data.checks import (
     Finding,
     RowChecks,
@@ -16,6 +15,15 @@ from flatshift.experiments.data.checks import (
     format_class_counts,
     locate_findings,
     refuse_findings,
+)
+from flatshift.experiments.data.encode import (
+    Routed,
+    encode_rows,
+    input_paths,
+    is_large,
+    open_token_cache,
+    stream_rows,
+    survey_rows,
 )
 from flatshift.experiments.data.holdout import SPLITS, RowKeys, Split, content_hash, cut_documents
 from flatshift.experiments.data.lengths import check_answer_room, iter_position_warnings
@@ -148,7 +156,7 @@ def prepare_data(recipe: Recipe) -> PreparedData:
     Raises UserError for missing files, columns or labels, empty splits, labels that do not fit, fewer than two classes,
     findings that `data.checks` refuses, and a cache directory that cannot be written to.
     """
-    cache = encode.open_token_cache(recipe)
+    cache = open_token_cache(recipe)
     if cache is None or isinstance(cache, str):
         return _with_notes(_prepare(recipe, None)[0], () if cache is None else (cache,))
     store, key = cache
@@ -158,7 +166,7 @@ def prepare_data(recipe: Recipe) -> PreparedData:
         if recipe.data.cache != "auto":
             raise UserError(f"data.cache: {error}; name a directory with room that can be written to") from error
         return _with_notes(_prepare(recipe, None)[0], (f"token cache: not used ({error})",))
-    paths = [str(path) for path in encode.input_paths(recipe)]
+    paths = [str(path) for path in input_paths(recipe)]
     splits = {split: open_examples(entry.folder / split, entry.metadata["rows"][split], paths) for split in SPLITS}
     return _with_notes(_build_prepared(recipe, splits, entry.metadata), entry.notes)
 
@@ -200,7 +208,7 @@ class KnownRows:
         self._matches: dict[str, list[str]] = {}
         self._total, self._problem, self._prompt = 0, "", recipe.task.input_format.columns()
         try:
-            if encode.is_large(recipe):
+            if is_large(recipe):
                 self._problem = "its rows are too many"
                 return
             splits = read_splits(recipe)
@@ -243,7 +251,7 @@ def prepare_eval_data(
     rows = source.rows(recipe.data, recipe.task, skipped)
     if known is not None:
         rows = known.compare(rows, recipe.data.columns)
-    encoded = encode.encode_rows(
+    encoded = encode_rows(
         recipe, (("test", 0, row) for row in rows), task=recipe.task, labels=labels, units=units,
         paths=[str(path) for path in expand_files(files)], name="--data",
     )  # fmt: skip
@@ -303,13 +311,13 @@ def _with_notes(prepared: PreparedData, notes: Sequence[str]) -> PreparedData:
 def _prepare(recipe: Recipe, folder: Path | None) -> tuple[PreparedData, dict[str, Any]]:
     """Return the encoded splits, in `folder` if given, and everything else about them as plain values."""
     noise, task = recipe.data.label_noise, recipe.task
-    paths = [str(path) for path in encode.input_paths(recipe)]
+    paths = [str(path) for path in input_paths(recipe)]
     flipped: list[str] = []
     pool: list[str] = []
     true: dict[str, int] = {}
     notes: tuple[str, ...] = ()
     targets: Sequence[float]
-    if noise or not encode.is_large(recipe):
+    if noise or not is_large(recipe):
         rows = read_splits(recipe)
         skipped, labels, source_count, notes = rows.skipped, rows.label_names, len(rows.sizes), rows.notes
         train, flipped = _add_label_noise(recipe, rows)
@@ -320,15 +328,15 @@ def _prepare(recipe: Recipe, folder: Path | None) -> tuple[PreparedData, dict[st
             wrong = set(flipped)
             true = {row.id: label_index(row, labels) for row in rows.train if row.id in wrong}
     else:
-        survey = encode.survey_rows(recipe)
+        survey = survey_rows(recipe)
         skipped, labels, source_count = [], survey.labels, len(list_source_files(recipe.data)["train"])
-        routed = encode.stream_rows(recipe, survey, skipped)
+        routed = stream_rows(recipe, survey, skipped)
         targets = survey.targets
     units = fit_units(targets, standardised_layer(task, recipe.backbone)) if task.traits.has_targets else None
     check_classes(recipe, labels)
     tokenizer = open_backbone(recipe.backbone).tokenizer
     shuffle = bool(noise) and task.traits.noise_level == "tokens"
-    encoded = encode.encode_rows(
+    encoded = encode_rows(
         recipe, routed, task=task, labels=labels, units=units, paths=paths, folder=None if shuffle else folder,
         source_count=source_count, checks=RowChecks(recipe, tokenizer, wrong=flipped),
     )  # fmt: skip
@@ -383,7 +391,7 @@ def _build_prepared(
     )  # fmt: skip
 
 
-def _route_rows(train: Sequence[Row], rows: SplitRows) -> encode.Routed:
+def _route_rows(train: Sequence[Row], rows: SplitRows) -> Routed:
     start = 0
     for number, size in enumerate(rows.sizes):
         yield from (("train", number, row) for row in train[start : start + size])
@@ -438,7 +446,7 @@ def prepare_warm_up_data(
     selected = require_rows(read_rows(files, columns=columns), files=files, purpose="warm-up") if files else ()
     sources = {"selected": selected, "own": (Row({"text": row.values["text"]}, row.id, row.where) for row in own)}
     used = [name for name, there in (("selected", files), ("own", own)) if there]
-    encoded = encode.encode_rows(
+    encoded = encode_rows(
         recipe, (("train", number, row) for number, name in enumerate(used) for row in sources[name]), task=task,
         labels=None, paths=[str(path) for path in expand_files(files)], source_count=len(used), name="warm-up",
     )  # fmt: skip

@@ -533,7 +533,8 @@ def recipe_key(recipe: Recipe, inputs: Any) -> str:
         tree["eval"]["train_limit"] = TRAINING_ROWS
     if tree["mesh"]["reshard"] is None:  # the default was true, and is the same for every mesh of one stage
         tree["mesh"]["reshard"] = True
-    tree["eval"].pop("cold")  # adds metrics of the base model, next to those of the run
+    for name in ("cold", "answers"):  # they add what is next to the metrics of the run
+        tree["eval"].pop(name)
     for name, value in (("adapter_precision", "fp32"), ("backbone_precision", "same")):
         if tree["train"][name] == "auto":
             tree["train"][name] = value

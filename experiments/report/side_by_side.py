@@ -48,8 +48,7 @@ def _unique_names(runs: Sequence[RunResults]) -> list[str]:
     """Return folder names, prefixed with as many parent folders as tell them apart, else numbered."""
     names, above = [run.name for run in runs], [run.path.resolve().parents for run in runs]
     for depth in range(max(map(len, above))):
-        folders = [own[depth].name if depth < len(own) else "" for own in above]
-        pairs = zip(names, folders, strict=True)
+        pairs = zip(names, [own[depth].name if depth < len(own) else "" for own in above], strict=True)
         names = [name if names.count(name) == 1 else f"{folder}/{name}".lstrip("/") for name, folder in pairs]
     return [name if names.count(name) == 1 else f"{name} ({place})" for place, name in enumerate(names, 1)]
 

@@ -119,9 +119,8 @@ class SampleGradients:
                 with torch.enable_grad():
                     logits = self.model(**batch.inputs, use_cache=False).logits
                     nats, row = token_nats(logits, batch.labels, LANGUAGE)
-                    counts = torch.bincount(row, minlength=len(micro.rows)).clamp(min=1)
                     # Texts of a batch do not interact, so the gradients of the sum are those of each text.
-                    (nats / counts[row]).sum().backward()
+                    (nats / torch.bincount(row, minlength=len(micro.rows)).clamp(min=1)[row]).sum().backward()
                 factors = [
                     torch.einsum("bto,btr->bor", deltas[name].float(), inputs[name].float()).flatten(1)
                     for name in self._factors

@@ -121,8 +121,7 @@ def flip_preferences(
     """Give a share of the rows the opposite label, by `exchange`. Returns the new rows, and the ids of those whose
     label was replaced. Raises UserError for a rate outside [0, 1]."""
     order = numpy_generator(seed, "label-noise").permutation(len(rows))
-    flipped = sorted(order[: _count_flips(rate, len(rows))].tolist())
-    return _change_rows(rows, flipped, lambda i: exchange(rows[i]))
+    return _change_rows(rows, sorted(order[: _count_flips(rate, len(rows))].tolist()), lambda i: exchange(rows[i]))
 
 
 def shuffle_tokens(

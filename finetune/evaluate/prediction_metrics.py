@@ -58,8 +58,7 @@ class LabelPairs:
     @cached_property
     def is_majority(self) -> NDArray[np.bool_]:
         """(U,) True if the true class is the most frequent one."""
-        counts = np.bincount(self.true, np.bincount(self.kinds), self.num_classes)
-        return np.asarray(self.true == counts.argmax())
+        return np.asarray(self.true == np.bincount(self.true, np.bincount(self.kinds), self.num_classes).argmax())
 
     def count(self, weights: NDArray) -> tuple[NDArray, NDArray, NDArray]:
         """Return (R, K) examples of each class that are predicted correctly, of each true class, and of each predicted

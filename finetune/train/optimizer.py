@@ -432,10 +432,8 @@ def solve_least_squares(jac: np.ndarray, target: np.ndarray, decay: float) -> np
     """Return argmin over θ of ‖target − jac·θ‖² + decay·‖θ‖², of least norm, [P]; jac [N, P], target [N], float64."""
     wide = jac.shape[0] <= jac.shape[1]
     values, vectors = np.linalg.eigh(jac @ jac.T if wide else jac.T @ jac)
-    significant = values > _NOISE * values[-1]
-    gains = np.divide(1.0, values + decay, out=np.zeros_like(values), where=significant)
-    right = target if wide else jac.T @ target
-    solution = vectors @ (gains * (vectors.T @ right))
+    gains = np.divide(1.0, values + decay, out=np.zeros_like(values), where=values > _NOISE * values[-1])
+    solution = vectors @ (gains * (vectors.T @ (target if wide else jac.T @ target)))
     return jac.T @ solution if wide else solution
 
 
@@ -460,8 +458,7 @@ class GaussNewton:
             batch = micro.to(engine.device)
             with context(index):
                 outputs, rows = jacobian(engine.model, self.parameters, batch.inputs)
-            entries = count * rows.shape[1] * rows.shape[2]
-            if entries > LARGEST:
+            if count * rows.shape[1] * rows.shape[2] > LARGEST:
                 raise UserError(
                     f"optimizer.kind: gauss-newton solves for {count} rows × {rows.shape[1]} outputs × "
                     f"{sum(sizes):,} weights at once, above its {LARGEST:.0e} numbers; lower adapter.rank, or "

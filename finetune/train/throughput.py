@@ -275,9 +275,8 @@ class FlopCounter:
         frozen = 2.0 * rows * width_in * width_out
         rank = sum(layer.r[name] for name in layer.active_adapters if name in layer.r)
         a, b = 2.0 * rows * rank * width_in, 2.0 * rows * rank * width_out
-        needed = int(x.requires_grad)
         # backward: gradients of A, of B and of the activation between them; that of the input only if needed
-        self._add_linear(layer, frozen + a + b, needed * (frozen + a) + a + 2 * b)
+        self._add_linear(layer, frozen + a + b, int(x.requires_grad) * (frozen + a) + a + 2 * b)
 
     def _add_linear(self, layer: nn.Module, forward: float, backward: float) -> None:
         if _is_first_forward():

@@ -175,11 +175,11 @@ def run(argv: list[str]) -> int:
     if not flags.subjects:
         raise UserError("eval needs a RUN_DIR or a BACKBONE; see `flatshift eval --help`")
     _check_flags(flags)
-    check_local_files(flags.data)
     if flags.harness:
         return _run_harness(flags, overrides)
     if flags.sharpness:
         return _run_sharpness(flags, overrides)
+    check_local_files(flags.data)
     if flags.asks_for_several:
         return _evaluate_side_by_side(flags, argv, overrides)
     path = flags.run

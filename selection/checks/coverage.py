@@ -63,8 +63,7 @@ def target_coverage(
 def _typical_spacing(y: np.ndarray, unit: float, seed: int) -> float | None:
     """Return the 95 % quantile of targets' costs to their nearest other one, from a seeded sample of many."""
     if len(y) > _FELLOWS:
-        generator = np.random.Generator(np.random.PCG64([seed, 0xC0FE]))
-        y = y[np.sort(generator.choice(len(y), _FELLOWS, replace=False))]
+        y = y[np.sort(np.random.Generator(np.random.PCG64([seed, 0xC0FE])).choice(len(y), _FELLOWS, replace=False))]
     distinct = np.unique(y, axis=0)
     if len(distinct) < _LEAST:
         return None

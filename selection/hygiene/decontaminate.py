@@ -74,8 +74,7 @@ class Decontaminator:
             hashes, window_counts = window_hashes(codes, counts, size)
             index, number = self._lookup(hashes, table)
             if len(index):
-                row = np.searchsorted(np.cumsum(window_counts), index, side="right")
-                self._rows.append(self._seen + row)
+                self._rows.append(self._seen + np.searchsorted(np.cumsum(window_counts), index, side="right"))
                 self._hits.append(base + number)
         self._seen += len(texts)
 

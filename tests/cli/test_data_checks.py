@@ -268,7 +268,7 @@ def test_streamed_cached_and_resumed_rows_have_the_same_findings(folder, tmp_pat
     monkeypatch.setattr(encode, "IN_MEMORY", 0)
     monkeypatch.setitem(CASES, "classify", (CASES["classify"][0], [*CASES["classify"][1], *more], {}))
     assert known == (_train(folder, "classify", tmp_path / "streamed", near="warn"), lines())
-    monkeypatch.setattr(splits.encode, "encode_rows", None)
+    monkeypatch.setattr(splits, "encode_rows", None)
     assert known == (_train(folder, "classify", tmp_path / "cached", near="warn"), lines())
     assert _train(folder, "classify", tmp_path / "run", near="warn", most=0, copies="refuse") == 2
     assert run(["train", "--resume", str(tmp_path / "cached"), "--train.steps", "2"]) == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from flatshift.cli import run
@@ -10,9 +12,12 @@ WORDS = ["select", "--target", "target.jsonl", "--out", "out"]
 
 
 @pytest.fixture
-def started(monkeypatch) -> list[int]:
+def started(monkeypatch, tmp_path: Path) -> list[int]:
     """One entry for each selection that was begun; none of them reads anything."""
     begun: list[int] = []
+    monkeypatch.chdir(tmp_path)
+    for name in ("pool.jsonl", "target.jsonl"):
+        (tmp_path / name).touch()
     monkeypatch.setattr("flatshift.experiments.select.select.select", lambda *_, **__: begun.append(1))
     monkeypatch.setattr("flatshift.outcome.print_selection_outcome", lambda *_: None)
     return begun

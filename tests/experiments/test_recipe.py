@@ -268,7 +268,9 @@ def test_a_selection_without_a_method_goes_by_whether_an_embedder_is_named(write
 
 
 def test_a_setting_of_another_method_than_the_default_names_those_that_have_it(write) -> None:
-    with pytest.raises(UserError, match=r"r\.yaml:1: select\.method is cynical .* no 'epsilon'; name .*\(gotd, gotd-c"):
+    with pytest.raises(
+        UserError, match=r"r\.yaml:1: without select\.method\.kind there is no 'epsilon'; name .*\(gotd, gotd-c"
+    ):
         load_recipe(write("select: {method: {epsilon: 0.1}}"))
     with pytest.raises(
         UserError,

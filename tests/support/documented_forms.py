@@ -618,6 +618,9 @@ def _regularizers_and_adapters() -> Iterator[Form]:
                 "--train.steps 1 ", ""), judged("accuracy"), says("3 steps: 2 epochs of 6 rows"))  # fmt: skip
     yield _form("train with train_whole", _train("language-model", "decoder", "texts.jsonl",
                 "--adapter.train_whole '[lm_head]'"), judged(*_TEXT))  # fmt: skip
+    yield _form("train with answers", _train("completion", "decoder", "labels.jsonl", "--eval.answers 1 "
+                "--task.prompt {text} --task.completion {label} --task.max_new_tokens 2"), judged(*_TEXT),
+                says("test, asked: ", "  answered: ", "  in its row: "))  # fmt: skip
     yield _form("train with dft", _train("language-model", "decoder", "texts.jsonl", "--task.dft true"), judged(*_TEXT))
     yield _form("train with soft tokens", _train("language-model", "decoder", "texts.jsonl",
                 "--adapter.soft_tokens 2 --task.pack false").replace("--adapter.rank 2", ""), judged(*_TEXT))  # fmt: skip

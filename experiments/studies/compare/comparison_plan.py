@@ -378,8 +378,7 @@ def _measure_sharpness(
     count = sum(micro.supervised for micro in batches)
     if recipe.task.has_reference:  # log-probabilities of the unperturbed weights
         with autocast(recipe.train, engine.device):
-            moved = [micro.to(engine.device) for micro in batches]
-            batches = add_reference(engine.model, moved, task=recipe.task)
+            batches = add_reference(engine.model, [micro.to(engine.device) for micro in batches], task=recipe.task)
 
     def terms() -> Iterator[Tensor]:
         for micro in batches:

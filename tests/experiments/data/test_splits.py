@@ -151,7 +151,7 @@ def test_streamed_and_cached_examples_are_those_of_rows_in_memory(text, more, fo
     plain = prepare_data(recipe)
     kept = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, cache=str(folder / "cache")))
     assert same(prepare_data(kept), plain)
-    monkeypatch.setattr(splits.encode, "encode_rows", None)  # the second time, nothing is encoded
+    monkeypatch.setattr(splits, "encode_rows", None)  # the second time, nothing is encoded
     again = prepare_data(kept)
     assert same(again, plain) and "read from" in again.notes[0]
     monkeypatch.undo()
