@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("flatshift", "experiments", "finetune", "selection", "regularizers")
 
 # Ceilings of --check. Lower one when the tree is below it; raise one only with its reason in CHANGELOG.md.
-MAX_LINES = 86_842
+MAX_LINES = 86_841
 MAX_MODULES = 405
 MAX_MEMBERS = 45
 """Names that a class body defines, without inherited ones."""

@@ -141,11 +141,8 @@ def _format_answers(
     """Yield the first answers of `columns`, each below its prompt and above the row's own."""
     for place in [place for place, answer in enumerate(columns["answer"]) if answer is not None][:count]:
         prompt = decode_answer(tokenizer, prompt_tokens(examples[place]))
-        texts = {
-            f"{split}, asked": prompt,
-            "  answered": columns["answer"][place],
-            "  in its row": columns["reference"][place],
-        }
+        answer, own = (columns[name][place] for name in ("answer", "reference"))
+        texts = {f"{split}, asked": prompt, "  answered": answer, "  in its row": own}
         yield from (f"{name}: {shorten(' '.join(text.split()), _MAX_ANSWER)}" for name, text in texts.items())
 
 
@@ -176,11 +173,12 @@ def evaluate_splits(
         if not examples:
             continue
         shown = answers if split == ("test" if prepared.test else "dev") else 0
-        columns: dict[str, Any] = {"row": format_places([one.where for one in examples]), "text": None}
+        columns: dict[str, Any] = {}
         if finished is not None and (known := finished.read(split)) is not None:
             result[split], table = known
             console.say(f"{split}: evaluated before")
         else:
+            columns |= {"row": format_places([one.where for one in examples]), "text": None}
             result[split] = evaluate_split(
                 recipe, engine, tokenizer, examples, task=recipe.task, split=split, label_names=prepared.label_names,
                 watch=watch, columns=columns,

@@ -217,11 +217,12 @@ def judge_difference(dtype: str, comparison: Mapping[str, Any], *, numbers: bool
 
     comparison: the result of `compare_folder`. numbers: True for a regression.
     """
-    cure = "" if dtype == "float32" else ", or merge with --dtype float32"
     if numbers:
         step = comparison["largest_logit"] * torch.finfo(getattr(torch, dtype)).eps
-        far, cure = f"{comparison['max_logit_difference']:.2g}", cure.replace(", or", ":")
+        far = f"{comparison['max_logit_difference']:.2g}"
+        cure = "" if dtype == "float32" else ": merge with --dtype float32"
         return f"its numbers differ by at most {far}, where {dtype} has steps of up to {step:.1g}{cure}"
+    cure = "" if dtype == "float32" else ", or merge with --dtype float32"
     usual = USUAL_DIFFERENCE.get(dtype, USUAL_DIFFERENCE["float32"])
     share = comparison["max_logit_difference"] / (comparison["largest_logit"] or 1.0)
     kind = "token" if comparison["other_labels"] is None else "class"

@@ -283,8 +283,8 @@ def _write_parts(
             for name in predictor.keep:
                 if name not in columns:
                     raise UserError(f"the first {len(chunk):,} rows: {missing_column_message(name, columns, '--keep')}")
-        if not current and (names := predictor.left_out(chunk[0])):
-            console.say(f"columns left out: {shorten(', '.join(names))} (--keep NAME copies one)")
+            if names := predictor.left_out(chunk[0]):
+                console.say(f"columns left out: {shorten(', '.join(names))} (--keep NAME copies one)")
         text = json.dumps([list(predictor.keep), *([row.id, row.values] for row in chunk)], sort_keys=True, default=str)
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         file = parts / f"part-{len(current):06}-{digest}.jsonl"

@@ -83,11 +83,11 @@ def _example_section(rows: Predictions, split: str) -> Section:
 
 def _answer_section(rows: Predictions, split: str) -> Section:
     """Show generated answers next to the references, wrong ones first; of a sample no answer is called wrong."""
-    answered, judged = [row for row in rows.shown if row["answer"] is not None], "exact_match" in rows
-    wrong = [row for row in answered if judged and not row["exact_match"]][: _SAMPLES - _RIGHT]
-    right = [row for row in answered if not judged or row["exact_match"]][: _SAMPLES - len(wrong)]
-    cards, own = [], "right" if judged else "in its row"
-    for mark, row in [*(("✗", row) for row in wrong), *(("✓" if judged else "", row) for row in right)]:
+    answered, scored = [row for row in rows.shown if row["answer"] is not None], "exact_match" in rows
+    wrong = [row for row in answered if scored and not row["exact_match"]][: _SAMPLES - _RIGHT]
+    right = [row for row in answered if not scored or row["exact_match"]][: _SAMPLES - len(wrong)]
+    cards, own = [], "right" if scored else "in its row"
+    for mark, row in [*(("✗", row) for row in wrong), *(("✓" if scored else "", row) for row in right)]:
         texts = [("written", _truncate(row["answer"])), (own, _truncate(row["reference"]))]
         cards.append(Card(mark, str(row["text"]), [*texts, ("row", str(row["row"]))]))
     lead = f"What the model wrote for rows of {split}, greedily, next to the row's own answer."
